@@ -1,0 +1,312 @@
+"""Specs and results: frozen dataclasses with shapes and units in the fields' docs.
+
+Nothing here imports a runtime; `numpy` is the only dependency. `H, W` are pixels of the original image after
+its EXIF orientation was applied, `h, w` pixels of the network's input, `N` objects or images, `A` anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.errors import ShapeError
+
+if TYPE_CHECKING:
+    from visionfast.postprocess.masks import InstanceMasks
+
+__all__ = [
+    "Certificate",
+    "Detections",
+    "EngineManifest",
+    "FloatArray",
+    "GraphSpec",
+    "Letterbox",
+    "ModelSpec",
+    "Precision",
+    "PreprocessSpec",
+    "Runner",
+    "Task",
+    "TensorSpec",
+]
+
+FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
+Task: TypeAlias = Literal["detect", "segment"]
+Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of a graph.
+
+    Attributes:
+        name: as in the graph.
+        shape: fixed, the batch first.
+        dtype: NumPy's name: `float32`, `float16`, `uint8`.
+        layout: `NCHW` or `NHWC` for images, else empty. A `uint8` `NHWC` image input means that
+            normalisation is inside the engine.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = ""
+
+    def check(self, array: npt.NDArray[Any]) -> None:
+        """Raises `ShapeError` unless `array` has this shape and dtype."""
+        if array.shape != self.shape or array.dtype.name != self.dtype:
+            raise ShapeError(
+                f"{self.name}: expected {self.shape} {self.dtype}, got {tuple(array.shape)} {array.dtype.name}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """One compiled graph of a model: one for YOLO, two (encoder, decoder) for SAM."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessSpec:
+    """From an RGB image to the network's input tensor.
+
+    `tensor = (resized_u8 / 255 - mean) / std`, planar RGB.
+
+    Attributes:
+        size_hw: the network's input, `(h, w)` in pixels.
+        resize: `letterbox`: keep the aspect ratio, centre, pad (`visionfast.preprocess.reference`).
+        interpolation: `bilinear`, without antialias.
+        pad_value: grey level 0..255 of the padding, in every channel.
+        mean, std: per channel, in units of 1.0 = level 255.
+        color: channel order that the network expects.
+    """
+
+    size_hw: tuple[int, int]
+    resize: Literal["letterbox"] = "letterbox"
+    interpolation: Literal["bilinear"] = "bilinear"
+    pad_value: int = 114
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    color: Literal["rgb"] = "rgb"
+
+
+@dataclass(frozen=True, slots=True)
+class Letterbox:
+    """Where one image lies in the network's input (made by `preprocess.reference.letterbox_geometry`).
+
+    Attributes:
+        image_hw: the original image, pixels.
+        size_hw: the network's input, pixels.
+        resized_hw: the image's size inside it, pixels, at least 1 × 1.
+        top, left: the image's corner inside it, pixels.
+        gain: original pixels × gain = input pixels.
+    """
+
+    image_hw: tuple[int, int]
+    size_hw: tuple[int, int]
+    resized_hw: tuple[int, int]
+    top: int
+    left: int
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All that running a model's engines needs to know about the model; embedded in `engine.json`.
+
+    Attributes:
+        name: the model's name, from the weights' file name.
+        family: key in `visionfast.families.FAMILIES`.
+        architecture: as its makers call it, e.g. `yolov8s-seg`.
+        task: `detect` or `segment`.
+        graphs: what is compiled.
+        preprocess: what stands in front of the first graph.
+        class_names: index = class id.
+        strides: of the detection levels, pixels.
+        license: of the weights, as far as the checkpoint says, else empty.
+    """
+
+    name: str
+    family: str
+    architecture: str
+    task: Task
+    graphs: tuple[GraphSpec, ...]
+    preprocess: PreprocessSpec
+    class_names: tuple[str, ...]
+    strides: tuple[int, ...]
+    license: str = ""
+
+    @property
+    def batch(self) -> int:
+        """Images that one call of the first graph takes."""
+        return self.graphs[0].inputs[0].shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How far an engine is from eager FP32 PyTorch on real images (see `visionfast.certify`).
+
+    Attributes:
+        status: `passed`, `failed`, or `not yet run on a device` where this machine cannot run the engine.
+        reference: what it was compared with.
+        tolerances: the bound for each measure.
+        measures: the measured figures, over all images.
+        images: for each image its file name, sha256 and figures.
+        environment: machine and versions.
+        created: UTC, ISO 8601.
+    """
+
+    status: Literal["passed", "failed", "not yet run on a device"]
+    reference: str = ""
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[Mapping[str, Any], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineManifest:
+    """`engine.json`: what an engine is, what it was made from, and its certificate.
+
+    Attributes:
+        spec: the model; its graphs' tensors are those of the compiled engine.
+        backend: key in `visionfast.backends.BACKENDS`.
+        precision: of the graph.
+        device: what it was compiled for: `cpu`, `sm89`.
+        runtime_version: of the package that compiled it.
+        files: graph name → file name beside engine.json.
+        sha256: file name → hash, for every file.
+        onnx_sha256: graph name → hash of the ONNX that was compiled.
+        weights_sha256: of the checkpoint.
+        keep_fp32: modules that an FP16 or BF16 graph keeps in FP32.
+        certificate: the proof, or the word that there is none yet.
+        created: UTC, ISO 8601.
+        visionfast_version: that built it.
+    """
+
+    spec: ModelSpec
+    backend: str
+    precision: Precision
+    device: str
+    runtime_version: str
+    files: Mapping[str, str]
+    sha256: Mapping[str, str]
+    onnx_sha256: Mapping[str, str]
+    weights_sha256: str
+    keep_fp32: tuple[str, ...]
+    certificate: Certificate
+    created: str
+    visionfast_version: str
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """One loaded graph. Not for several threads at once; a context manager."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def infer(
+        self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True
+    ) -> dict[str, npt.NDArray[Any]]:
+        """One synchronous run.
+
+        Args:
+            feeds: every input by name; names, shapes and dtypes are checked first (`ShapeError`).
+            copy: `False` hands out the runner's own buffers, which the next call overwrites: for a caller
+                that is done with them by then.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Runner: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Detections:
+    """The objects found in one image, by descending confidence. Names and shapes as in `supervision`.
+
+    Attributes:
+        xyxy: (N, 4) float32, corners in original pixels, inside the image.
+        confidence: (N,) float32, 0..1.
+        class_id: (N,) int64, index into the engine's `class_names`.
+        image_hw: the original image, pixels, after its EXIF orientation.
+        mask: the N instance masks at original resolution, run-length encoded; `None` for a detector.
+        stage_ns: nanoseconds of each stage, for this image; a batch's engine time is shared out evenly.
+    """
+
+    xyxy: npt.NDArray[np.float32]
+    confidence: npt.NDArray[np.float32]
+    class_id: npt.NDArray[np.int64]
+    image_hw: tuple[int, int]
+    mask: InstanceMasks | None = None
+    stage_ns: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.xyxy)
+        for name, array, shape in (
+            ("xyxy", self.xyxy, (n, 4)),
+            ("confidence", self.confidence, (n,)),
+            ("class_id", self.class_id, (n,)),
+        ):
+            if array.shape != shape:
+                raise ShapeError(f"Detections.{name}: expected {shape}, got {array.shape}")
+        if self.mask is not None and len(self.mask) != n:
+            raise ShapeError(f"Detections.mask: expected {n} masks, got {len(self.mask)}")
+
+    @classmethod
+    def empty(cls, image_hw: tuple[int, int]) -> Detections:
+        """No object: xyxy is (0, 4)."""
+        return cls(
+            xyxy=np.zeros((0, 4), np.float32),
+            confidence=np.zeros(0, np.float32),
+            class_id=np.zeros(0, np.int64),
+            image_hw=image_hw,
+        )
+
+    def __len__(self) -> int:
+        return len(self.xyxy)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("Detections has no order of fields: use .xyxy, .confidence, .class_id, .mask")
+
+    def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int]) -> Detections:
+        """The selected objects; `index` is a slice, a boolean mask or a list of positions."""
+        chosen = np.arange(len(self))[index]
+        return Detections(
+            xyxy=self.xyxy[chosen],
+            confidence=self.confidence[chosen],
+            class_id=self.class_id[chosen],
+            image_hw=self.image_hw,
+            mask=None if self.mask is None else self.mask[chosen],
+            stage_ns=self.stage_ns,
+        )
+
+    def to_supervision(self, class_names: Sequence[str] = ()) -> Any:
+        """As `supervision.Detections`, with `data["class_name"]` when names are given.
+
+        Masks become a dense (N, H, W) boolean array, as supervision's own annotators expect.
+        """
+        import supervision as sv
+
+        names = np.array([class_names[i] for i in self.class_id], dtype=str) if class_names else None
+        return sv.Detections(
+            xyxy=self.xyxy.copy(),
+            confidence=self.confidence.copy(),
+            class_id=self.class_id.copy(),
+            mask=None if self.mask is None else self.mask.dense(),
+            data={} if names is None else {"class_name": names},
+        )

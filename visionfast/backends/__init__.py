@@ -1,0 +1,141 @@
+"""Runtimes. Each knows how to compile a graph and how to run what it compiled, and nothing about models.
+
+`BACKENDS` maps a name to the module and class that serve it; nothing is imported until it is asked for.
+A new runtime is one module here and one line in the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from visionfast.errors import OptionError, ShapeError
+from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, Runner, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+__all__ = [
+    "BACKENDS",
+    "Availability",
+    "Backend",
+    "CompileRequest",
+    "Compiled",
+    "check_feeds",
+    "get_backend",
+]
+
+BACKENDS: dict[str, str] = {
+    "openvino": "visionfast.backends.openvino:OpenVinoBackend",
+    "tensorrt": "visionfast.backends.tensorrt:TensorRtBackend",
+    "tensorrt-rtx": "visionfast.backends.tensorrt:TensorRtRtxBackend",
+    "torch": "visionfast.backends.torch:TorchBackend",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can build and run on this machine.
+
+    Attributes:
+        version: of the runtime's package, or empty where it is not installed.
+        can_build, can_run: on this machine, now.
+        reason: why not, and what would be needed; empty when both can.
+        precisions: that it can build.
+    """
+
+    version: str
+    can_build: bool
+    can_run: bool
+    reason: str
+    precisions: tuple[Precision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRequest:
+    """One graph to compile.
+
+    Attributes:
+        graph: tensors of the ONNX.
+        onnx_path: fixed shape, with its precision written into it.
+        module: the eager FP32 `torch.nn.Module` that the ONNX was made from, for runtimes that take it.
+        preprocess: lets a runtime take normalisation into the engine.
+        precision: asked for.
+        device: `cpu`, or the GPU generation, e.g. `sm89`.
+        folder: where the engine's files go.
+    """
+
+    graph: GraphSpec
+    onnx_path: Path
+    module: Any
+    preprocess: PreprocessSpec
+    precision: Precision
+    device: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What came out: the compiled graph's tensors, its main file's name, and all its files' names."""
+
+    graph: GraphSpec
+    file: str
+    files: tuple[str, ...]
+
+
+class Backend(Protocol):
+    """A runtime."""
+
+    name: str
+    default_precision: Precision
+
+    def availability(self) -> Availability: ...
+
+    def resolve_device(self, gpu: str | None) -> str:
+        """The device to compile for: `cpu`, or the named or present GPU generation.
+
+        Raises:
+            OptionError: the name is not one that this backend can compile for.
+            BackendUnavailableError: none was named and none is here.
+        """
+        ...
+
+    def compile(self, request: CompileRequest) -> Compiled:
+        """Raises `BuildError` when the compiler refuses, `BackendUnavailableError` when it is not here."""
+        ...
+
+    def check_runnable(self, manifest: EngineManifest) -> None:
+        """Raises `BackendUnavailableError` or `IncompatibleEngineError` unless this machine can run the engine."""
+        ...
+
+    def load(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
+    ) -> Runner:
+        """Loads one graph of an engine; `check_runnable` first."""
+        ...
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        OptionError: there is none; the message lists those there are.
+    """
+    if name not in BACKENDS:
+        raise OptionError(f"backend {name!r}: expected one of {', '.join(BACKENDS)}")
+    module, attribute = BACKENDS[name].split(":")
+    made: Backend = getattr(importlib.import_module(module), attribute)()
+    return made
+
+
+def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raises `ShapeError` unless `feeds` has exactly the declared names, shapes and dtypes."""
+    expected, got = [spec.name for spec in inputs], list(feeds)
+    if set(expected) != set(got):
+        raise ShapeError(f"feeds: expected the inputs {', '.join(expected)}, got {', '.join(got) or 'none'}")
+    for spec in inputs:
+        spec.check(feeds[spec.name])

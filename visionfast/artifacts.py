@@ -1,0 +1,319 @@
+"""The three folders on disk: where they are, what is in them, and `engine.json`.
+
+    models/<name>/      weights as published, and card.json
+    engines/<name>/<variant>/   a compiled engine's files, and engine.json
+    pipelines/<name>/   a Triton model repository
+
+Everything is written beside its place and renamed into it, so a reader sees the old or the new, never a half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import types as pytypes
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from visionfast.errors import ArtifactError, ManifestError
+from visionfast.types import EngineManifest
+
+__all__ = [
+    "MANIFEST_NAME",
+    "MODEL_SUFFIXES",
+    "atomic_folder",
+    "atomic_write",
+    "engine_folders",
+    "engines_home",
+    "find_engine",
+    "find_model",
+    "home",
+    "model_files",
+    "models_home",
+    "pipelines_home",
+    "read_manifest",
+    "sha256_file",
+    "write_manifest",
+]
+
+MANIFEST_NAME = "engine.json"
+MODEL_SUFFIXES = (".pt", ".pth", ".safetensors")
+_FORMAT = 1
+
+
+def home() -> Path:
+    """`VISIONFAST_HOME`, or the working directory: where the three folders stand."""
+    return Path(os.environ.get("VISIONFAST_HOME") or Path.cwd())
+
+
+def models_home() -> Path:
+    return home() / "models"
+
+
+def engines_home() -> Path:
+    return home() / "engines"
+
+
+def pipelines_home() -> Path:
+    return home() / "pipelines"
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+
+
+def _sha256(file: Any) -> str:
+    # Python 3.10 has no hashlib.file_digest.
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ---- writing ----------------------------------------------------------------------------------------------
+
+
+def _reason(error: OSError) -> str:
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (error.strerror or str(error))
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Writes `content` beside `path` and renames it into place.
+
+    Raises:
+        ArtifactError: the disk is full, or the folder cannot be written.
+    """
+    partial: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        partial = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(path)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({_reason(error)}); nothing was left there") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    # There is no way to read it without setting it.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that takes `target`'s place when the block ends well, and vanishes when it does not.
+
+    Raises:
+        ArtifactError: the disk is full, or the folder cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    except OSError as error:
+        raise ArtifactError(f"{target}: cannot be written ({_reason(error)})") from error
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        if target.exists():
+            replaced = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
+            target.rename(replaced / "old")
+            try:
+                partial.rename(target)
+            except BaseException:
+                (replaced / "old").rename(target)
+                raise
+            finally:
+                shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            partial.rename(target)
+    except OSError as error:
+        raise ArtifactError(f"{target}: cannot be written ({_reason(error)}); nothing was left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ---- dataclass ↔ JSON -------------------------------------------------------------------------------------
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """`value` from JSON as the type `kind`; strict, so that a damaged or mistyped file is named, not guessed at."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ManifestError(f"{where}: expected an object, got {type(value).__name__}")
+        hints = get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        if unknown := sorted(set(value) - set(fields)):
+            raise ManifestError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(fields))}")
+        for name, spec in fields.items():
+            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise ManifestError(f"{where}: the key {name!r} is missing")
+        made = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+        return kind(**made)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ManifestError(f"{where}: expected a list, got {type(value).__name__}")
+        inner = get_args(kind)
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return tuple(_decode(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(inner):
+            raise ManifestError(f"{where}: expected {len(inner)} values, got {len(value)}")
+        return tuple(_decode(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(inner, value, strict=True)))
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise ManifestError(f"{where}: expected an object, got {type(value).__name__}")
+        item_kind = get_args(kind)[1]
+        return {name: _decode(item_kind, item, f"{where}.{name}") for name, item in value.items()}
+    if origin in (Union, pytypes.UnionType):
+        for option in get_args(kind):
+            with contextlib.suppress(ManifestError):
+                return None if option is type(None) and value is None else _decode(option, value, where)
+        raise ManifestError(f"{where}: {value!r} is none of {kind}")
+    if origin is not None:  # Literal
+        if value not in get_args(kind):
+            raise ManifestError(f"{where}: expected one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+        return value
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ManifestError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def write_manifest(folder: Path, manifest: EngineManifest) -> None:
+    """Writes `engine.json` into an engine's folder, replacing the one there whole."""
+    document = {"format": _FORMAT, **dataclasses.asdict(manifest)}
+    atomic_write(folder / MANIFEST_NAME, (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_manifest(folder: Path, *, verify: bool = False) -> EngineManifest:
+    """Reads an engine's `engine.json` and checks that the files it names are there.
+
+    Args:
+        folder: an engine's folder.
+        verify: also compare every file's sha256 (reads all of them).
+
+    Raises:
+        ManifestError: it is missing, damaged, of another format, or does not describe the files beside it.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ManifestError(f"{folder}: expected an engine's folder, but there is no {MANIFEST_NAME} in it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{path}: damaged ({error}); build the engine again") from error
+    if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
+        raise ManifestError(f"{path}: expected format {_FORMAT}; build the engine again with this visionfast")
+    try:
+        manifest: EngineManifest = _decode(EngineManifest, document, MANIFEST_NAME)
+    except ManifestError as error:
+        raise ManifestError(f"{path}: {error}; build the engine again") from None
+    for name in manifest.files.values():
+        if name not in manifest.sha256:
+            raise ManifestError(f"{path}: no sha256 for {name}; build the engine again")
+    for name, expected in manifest.sha256.items():
+        # A manifest is data from elsewhere: it may name files in its own folder and nothing else.
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ManifestError(f"{path}: file name {name!r} leaves the engine's folder")
+        file = folder / name
+        if not file.is_file():
+            raise ManifestError(f"{path}: {name} is missing beside it; build the engine again")
+        if verify and (got := sha256_file(file)) != expected:
+            raise ManifestError(
+                f"{file}: expected sha256 {expected[:12]}…, got {got[:12]}…; it was changed: build it again"
+            )
+    return manifest
+
+
+# ---- finding ----------------------------------------------------------------------------------------------
+
+
+def model_files() -> list[Path]:
+    """Every weights file under models/, sorted."""
+    root = models_home()
+    found = [p for p in root.glob("*/*") if p.suffix in MODEL_SUFFIXES] if root.is_dir() else []
+    return sorted(found + ([p for p in root.glob("*") if p.suffix in MODEL_SUFFIXES] if root.is_dir() else []))
+
+
+def find_model(reference: str) -> Path:
+    """The weights file that `--model` names: a path, or a name under models/ (with or without its suffix).
+
+    Raises:
+        ArtifactError: there is none; the message lists what is there.
+    """
+    path = Path(reference)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        inside = sorted(p for p in path.iterdir() if p.suffix in MODEL_SUFFIXES)
+        if len(inside) == 1:
+            return inside[0]
+        raise ArtifactError(f"{reference}: expected a folder with one weights file, found {len(inside)}; name the file")
+    if "/" not in reference:
+        name = path.stem if path.suffix in MODEL_SUFFIXES else reference
+        matches = [p for p in model_files() if name in (p.stem, p.parent.name if p.parent != models_home() else "")]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise ArtifactError(f"{reference}: {len(matches)} files have that name; give one of the paths: "
+                                + ", ".join(map(str, matches)))
+    here = ", ".join(p.parent.name if p.parent != models_home() else p.name for p in model_files()) or "nothing yet"
+    raise ArtifactError(
+        f"{reference}: no such file, and no such name under {models_home()} (there: {here}); "
+        "`visionfast fetch` lists what it can bring"
+    )
+
+
+def engine_folders() -> list[Path]:
+    """Every folder with an engine.json under engines/, sorted."""
+    root = engines_home()
+    if not root.is_dir():
+        return []
+    return sorted(p.parent for p in root.glob(f"*/*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
+
+
+def find_engine(reference: str | os.PathLike[str]) -> Path:
+    """The engine's folder that `reference` names: its path, its engine.json, or a model's name when it has one engine.
+
+    Raises:
+        ArtifactError: there is none, or several; the message lists what is there.
+    """
+    path = Path(reference)
+    if path.name == MANIFEST_NAME and path.is_file():
+        return path.parent
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    text = os.fspath(reference).rstrip("/")
+    named = path if path.is_dir() else engines_home() / text
+    if named.is_dir():
+        if (named / MANIFEST_NAME).is_file():
+            return named
+        inside = sorted(p.parent for p in named.glob(f"*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
+        if len(inside) == 1:
+            return inside[0]
+        if inside:
+            raise ArtifactError(f"{text}: {len(inside)} engines are there; give one of: " + ", ".join(map(str, inside)))
+    if path.is_file() and path.suffix in MODEL_SUFFIXES:
+        raise ArtifactError(f"{text}: expected an engine, got weights; `visionfast build --model {text}` makes one")
+    here = ", ".join(str(p) for p in engine_folders()) or "none yet"
+    raise ArtifactError(f"{text}: no engine there (engines here: {here}); `visionfast build --model …` makes one")

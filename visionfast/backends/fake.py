@@ -1,0 +1,59 @@
+"""A runner that answers what it is told to, for testing what stands around a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.backends import check_feeds
+from visionfast.types import GraphSpec, Runner, TensorSpec
+
+__all__ = ["FakeRunner"]
+
+
+class FakeRunner:
+    """Answers `answer(feeds)`, or zeros, and counts its calls.
+
+    With `copy=False` it hands out the same buffers every time and overwrites them at the next call, as real
+    runtimes do, so that a caller who keeps them is found out.
+    """
+
+    def __init__(
+        self,
+        graph: GraphSpec,
+        answer: Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]] | None = None,
+    ) -> None:
+        self._graph = graph
+        self._answer = answer
+        self._buffers = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in graph.outputs}
+        self.calls = 0
+        self.closed = False
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._graph.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._graph.outputs
+
+    def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
+        check_feeds(self.inputs, feeds)
+        self.calls += 1
+        answer = self._answer(feeds) if self._answer else {}
+        for spec in self.outputs:
+            value = np.asarray(answer.get(spec.name, 0), spec.dtype)
+            self._buffers[spec.name][...] = value
+        return {name: buffer.copy() if copy else buffer for name, buffer in self._buffers.items()}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,180 @@
+"""TensorRT, and TensorRT-RTX ahead of time. Their Python APIs agree in what is used here, so the module is a parameter.
+
+Networks are strongly typed: precision is in the ONNX, and no builder flag changes it. TensorRT compiles on a GPU
+of the kind that will run the engine; TensorRT-RTX compiles for a named compute capability with no GPU at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+from visionfast import machine
+from visionfast.backends import Availability, Compiled, CompileRequest
+from visionfast.errors import BackendUnavailableError, BuildError, IncompatibleEngineError, OptionError
+from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
+
+__all__ = ["TensorRtBackend", "TensorRtRtxBackend"]
+
+# TensorRT keeps the first logger that a process makes and ignores the later ones, so there is one for each module.
+_LOGGERS: dict[str, Any] = {}
+_LOCK = threading.Lock()
+
+
+class TensorRtBackend:
+    """TensorRT: builds and runs on the GPU that is here."""
+
+    name: str = "tensorrt"
+    default_precision: Precision = "fp16"
+    module_name: ClassVar[str] = "tensorrt"
+    packages: ClassVar[tuple[str, ...]] = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
+    extra: ClassVar[str] = "tensorrt"
+
+    def availability(self) -> Availability:
+        version = self._version()
+        if not version:
+            return Availability("", False, False, f"not installed: pip install 'visionfast[{self.extra}]'", ())
+        reason = "" if machine.gpus() else "no NVIDIA GPU with its driver on this machine"
+        return Availability(version, not reason or self._ahead_of_time(), False, reason or _NOT_YET, ("fp16", "fp32"))
+
+    def resolve_device(self, gpu: str | None) -> str:
+        here = machine.gpus()
+        if not here:
+            raise BackendUnavailableError(
+                f"{self.name}: expected an NVIDIA GPU and its driver, found none; TensorRT builds on the GPU that "
+                "runs the engine (`--backend tensorrt-rtx --gpu sm89` builds ahead of time)"
+            )
+        if gpu is not None and gpu != here[0].sm:
+            raise OptionError(f"--gpu {gpu}: TensorRT builds for the GPU that is here, {here[0].sm} ({here[0].name})")
+        return here[0].sm
+
+    def compile(self, request: CompileRequest) -> Compiled:
+        trt = self._import()
+        logger = _logger(trt, self.module_name)
+        logger.errors.clear()
+        builder = trt.Builder(logger)
+        typed = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+        network = builder.create_network(0 if typed is None else 1 << int(typed))
+        parser = trt.OnnxParser(network, logger)
+        if not parser.parse_from_file(str(request.onnx_path)):
+            refused = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+            raise BuildError(f"{self.name}: the ONNX parser refuses the graph: {_one_line(refused)}")
+        config = builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        self._target(trt, config, request.device)
+        plan = builder.build_serialized_network(network, config)
+        # The builder answers None, and raises nothing, for whatever it cannot do.
+        if plan is None:
+            raise BuildError(f"{self.name}: no engine for {request.device}: {_one_line('; '.join(logger.errors))}")
+        file = f"{request.graph.name}.engine"
+        (request.folder / file).write_bytes(memoryview(plan))
+        return Compiled(request.graph, file, (file,))
+
+    def check_runnable(self, manifest: EngineManifest) -> None:
+        here = machine.gpus()
+        if not here:
+            raise BackendUnavailableError(
+                f"{self.name}: the engine needs an NVIDIA GPU ({manifest.device}) and its driver; this machine has none"
+            )
+        if not self._version():
+            raise BackendUnavailableError(f"{self.name}: not installed; `pip install 'visionfast[{self.extra}]'`")
+        if manifest.device not in {gpu.sm for gpu in here}:
+            there = ", ".join(f"{gpu.sm} ({gpu.name})" for gpu in here)
+            raise IncompatibleEngineError(
+                f"device {manifest.device}: this machine has {there}; build again with --gpu {here[0].sm}"
+            )
+        if manifest.runtime_version != self._version():
+            raise IncompatibleEngineError(
+                f"{self.name} {self._version()}: the engine needs exactly {manifest.runtime_version}; build it again"
+            )
+        raise BackendUnavailableError(f"{self.name}: {_NOT_YET}")
+
+    def load(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
+    ) -> Runner:
+        self.check_runnable(manifest)
+        raise AssertionError("check_runnable refuses every TensorRT engine in this release")
+
+    def _ahead_of_time(self) -> bool:
+        return False
+
+    def _target(self, trt: Any, config: Any, device: str) -> None:
+        """Sets what the engine is compiled for; TensorRT takes the GPU that is current."""
+
+    def _version(self) -> str:
+        for package in self.packages:
+            try:
+                return importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return ""
+
+    def _import(self) -> Any:
+        try:
+            return importlib.import_module(self.module_name)
+        except (ImportError, OSError) as error:
+            raise BackendUnavailableError(
+                f"{self.name}: expected the package, but {_one_line(str(error))}; "
+                f"`pip install 'visionfast[{self.extra}]'`"
+            ) from error
+
+
+class TensorRtRtxBackend(TensorRtBackend):
+    """TensorRT-RTX: builds for a named GPU generation, ahead of time, on any x86-64 Linux machine."""
+
+    name = "tensorrt-rtx"
+    module_name = "tensorrt_rtx"
+    packages = ("tensorrt-rtx-cu13",)
+    extra = "tensorrt-rtx"
+
+    def resolve_device(self, gpu: str | None) -> str:
+        if gpu is None:
+            if not (here := machine.gpus()):
+                raise BackendUnavailableError(
+                    "tensorrt-rtx: no GPU here to build for; name one, e.g. `--gpu sm89` (Ada), sm86 (Ampere), sm120"
+                )
+            gpu = here[0].sm
+        known = self._capabilities(self._import())
+        if gpu not in known:
+            raise OptionError(f"--gpu {gpu}: TensorRT-RTX compiles for {', '.join(known)}")
+        return gpu
+
+    def _ahead_of_time(self) -> bool:
+        return True
+
+    def _capabilities(self, trt: Any) -> list[str]:
+        names = (name for name in dir(trt.ComputeCapability) if name.startswith("SM"))
+        return sorted((name.lower() for name in names), key=lambda name: int(name[2:]))
+
+    def _target(self, trt: Any, config: Any, device: str) -> None:
+        config.num_compute_capabilities = 1
+        if not config.set_compute_capability(getattr(trt.ComputeCapability, device.upper()), 0):
+            raise BuildError(f"tensorrt-rtx: it does not take {device} as a target")
+
+
+_NOT_YET = "running TensorRT engines is not part of this release; building them is"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()) or "it gave no reason"
+
+
+def _logger(trt: Any, module_name: str) -> Any:
+    """Keeps errors for the exception's message, and prints nothing."""
+    with _LOCK:
+        if module_name not in _LOGGERS:
+
+            class Logger(trt.ILogger):  # type: ignore[misc]
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.errors: list[str] = []
+
+                def log(self, severity: Any, message: str) -> None:
+                    if severity <= trt.ILogger.ERROR:
+                        self.errors.append(message)
+
+            _LOGGERS[module_name] = Logger()
+        return _LOGGERS[module_name]

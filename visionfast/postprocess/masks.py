@@ -1,0 +1,143 @@
+"""Instance masks as run lengths: N full-resolution masks in a few kilobytes.
+
+COCO's run-length encoding, as pycocotools has it: pixels in column-major order, the lengths of alternating runs of
+0 and 1, the first of 0, then a compressed byte string. Decoding prototypes into such masks is
+`visionfast.postprocess.prototypes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pycocotools.mask as coco_mask
+
+from visionfast.errors import ShapeError
+
+__all__ = ["InstanceMasks", "counts_from_runs", "mask_iou"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceMasks:
+    """N instance masks of one image, at its original resolution.
+
+    Attributes:
+        counts: for each mask its compressed COCO run lengths, exactly as `pycocotools.mask.encode` writes them.
+        image_hw: the original image, pixels.
+    """
+
+    counts: tuple[bytes, ...]
+    image_hw: tuple[int, int]
+
+    @classmethod
+    def from_dense(cls, masks: npt.NDArray[np.bool_]) -> InstanceMasks:
+        """From (N, H, W) bool (or integers, where everything but 0 is inside); H and W at least 1.
+
+        Raises:
+            ShapeError: not three axes, or no pixels.
+        """
+        if masks.ndim != 3 or 0 in masks.shape[1:]:
+            raise ShapeError(f"masks: expected (N, H, W) with H, W >= 1, got {masks.shape}")
+        counts = tuple(coco_mask.encode(np.asfortranarray(m != 0, np.uint8))["counts"] for m in masks)
+        return cls(counts, (masks.shape[1], masks.shape[2]))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int] | Sequence[bool]) -> InstanceMasks:
+        """The selected masks; `index` is a slice, a boolean mask or positions. A single position: `masks[[i]]`."""
+        chosen = np.arange(len(self))[index if isinstance(index, slice) else _as_index(index)]
+        return InstanceMasks(tuple(self.counts[i] for i in chosen), self.image_hw)
+
+    def dense(self) -> npt.NDArray[np.bool_]:
+        """(N, H, W) bool: N × H × W bytes, so for large pictures rather ask for one mask at a time."""
+        planes = np.zeros((len(self), *self.image_hw), np.bool_)
+        for plane, rle in zip(planes, self._coco(), strict=True):
+            plane[:] = coco_mask.decode(rle)
+        return planes
+
+    def rle(self) -> list[dict[str, Any]]:
+        """For each mask `{"size": [H, W], "counts": str}`, which `json` and pycocotools both take."""
+        return [{"size": rle["size"], "counts": rle["counts"].decode("ascii")} for rle in self._coco()]
+
+    def area(self) -> npt.NDArray[np.int64]:
+        """(N,) int64, pixels."""
+        return np.asarray(coco_mask.area(self._coco()), np.int64).reshape(len(self))
+
+    def xywh(self) -> npt.NDArray[np.int64]:
+        """(N, 4) int64: left, top, width and height of each mask's own extent, pixels; all 0 for an empty one."""
+        return np.asarray(coco_mask.toBbox(self._coco()), np.int64).reshape(len(self), 4)
+
+    def polygons(self) -> list[list[npt.NDArray[np.int32]]]:
+        """For each mask its outer contours, each (K, 2) int32 x, y at pixel centres, K ≥ 3.
+
+        Holes are not told apart, and parts of one or two pixels have no polygon. One dense plane at a time.
+        """
+        import cv2
+
+        found = []
+        for rle, (left, top, width, height) in zip(self._coco(), self.xywh().tolist(), strict=True):
+            part = np.ascontiguousarray(coco_mask.decode(rle)[top : top + height, left : left + width])
+            contours = (
+                cv2.findContours(part, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top))[0]
+                if part.size
+                else ()
+            )
+            found.append(
+                [contour.reshape(-1, 2).astype(np.int32) for contour in contours if len(contour) >= 3]
+            )
+        return found
+
+    def _coco(self) -> list[dict[str, Any]]:
+        return [{"size": list(self.image_hw), "counts": counts} for counts in self.counts]
+
+
+def _as_index(index: Any) -> npt.NDArray[Any]:
+    array = np.asarray(index)
+    return array.astype(np.int64) if array.size == 0 else np.atleast_1d(array)
+
+
+def mask_iou(a: InstanceMasks, b: InstanceMasks) -> npt.NDArray[np.float64]:
+    """Intersection over union of each of N masks with each of M, counted on the runs.
+
+    Returns:
+        (N, M) float64; 0 where both masks are empty.
+
+    Raises:
+        ShapeError: the masks belong to images of different size.
+    """
+    if a.image_hw != b.image_hw:
+        raise ShapeError(f"mask_iou: expected masks of one image size, got {a.image_hw} and {b.image_hw}")
+    if not len(a) or not len(b):
+        return np.zeros((len(a), len(b)))
+    return np.asarray(coco_mask.iou(a._coco(), b._coco(), [0] * len(b)), np.float64)
+
+
+def counts_from_runs(
+    start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], image_hw: tuple[int, int]
+) -> bytes:
+    """Compressed run lengths of one mask from its runs of ones.
+
+    Args:
+        start, end: (R,) int64, column-major pixel indices, ascending, `start < end`; a run may begin where the
+            one before ends (a full-height column and the next): such runs are joined.
+        image_hw: the image, pixels.
+
+    Returns:
+        what `pycocotools.mask.encode` gives for the same mask.
+    """
+    pixels = image_hw[0] * image_hw[1]
+    apart = start[1:] != end[:-1]
+    edges = np.zeros(2 * (int(np.count_nonzero(apart)) + min(1, len(start))) + 2, np.int64)
+    edges[-1] = pixels
+    edges[1:-1:2] = start[np.concatenate(([True], apart))[: len(start)]]
+    edges[2:-1:2] = end[np.concatenate((apart, [True]))[-len(start) :]] if len(end) else end
+    lengths = np.diff(edges)  # of zeros, ones, zeros, …
+    if lengths[-1] == 0:
+        lengths = lengths[:-1]  # the mask ends inside: there is no last run of zeros
+    rle = coco_mask.frPyObjects({"size": list(image_hw), "counts": lengths}, *image_hw)
+    counts: bytes = rle["counts"]
+    return counts

@@ -1,8 +1,9 @@
 """Raw predictions → candidate boxes, and boxes in the network's input → boxes in the original image.
 
 A YOLOv8 engine gives, for each image, `predictions` of shape (4 + C + M, A): for each of A anchors the box
-(cx, cy, w, h, already decoded, in input pixels), the C class scores (after the sigmoid) and, for segmentation,
-M mask coefficients. The rules are those of ultralytics 8.4 (`utils/nms.py`, `utils/ops.py`), restated here.
+(cx, cy, w, h, already decoded, in input pixels), the C class scores (after the sigmoid) and, for
+segmentation, M mask coefficients. The rules are those of ultralytics 8.4 (`utils/nms.py`, `utils/ops.py`),
+restated here.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def cxcywh_to_xyxy(cxcywh: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def unletterbox_boxes(xyxy: npt.NDArray[np.float32], letterbox: Letterbox) -> npt.NDArray[np.float32]:
     """Boxes in input pixels → boxes in original pixels, clipped to the image.
 
-    As ultralytics' `scale_boxes`, float32: each axis has its own gain, resized over original, because letterbox
-    rounds the resized sides to whole pixels (on extreme aspects the two gains differ by much).
+    As ultralytics' `scale_boxes`, float32: each axis has its own gain, resized over original, because
+    letterbox rounds the resized sides to whole pixels (on extreme aspects the two gains differ by much).
 
     Args:
         xyxy: (N, 4) float32, input pixels.
@@ -70,8 +71,10 @@ def unletterbox_boxes(xyxy: npt.NDArray[np.float32], letterbox: Letterbox) -> np
     corner = np.array([letterbox.left, letterbox.top, letterbox.left, letterbox.top], np.float32)
     gain = np.array([gain_x, gain_y, gain_x, gain_y], np.float32)
     limit = np.array([width, height, width, height], np.float32)
-    original = (xyxy - corner) / gain
-    return np.minimum(np.maximum(original, np.float32(0), out=original), limit, out=original)
+    original: npt.NDArray[np.float32] = (xyxy - corner) / gain
+    np.maximum(original, np.float32(0), out=original)
+    np.minimum(original, limit, out=original)
+    return original
 
 
 def select_candidates_reference(

@@ -34,7 +34,8 @@ def postprocess(
     whose mask has no pixel inside their box are dropped, as ultralytics does.
 
     Args:
-        predictions: (4 + C + M, A) float32: cx, cy, w, h in input pixels, C class scores, M mask coefficients.
+        predictions: (4 + C + M, A) float32: cx, cy, w, h in input pixels, C class scores, M mask
+            coefficients.
         letterbox: where the image lies in the input.
         num_classes: C.
         conf: objects above this confidence, 0..1.

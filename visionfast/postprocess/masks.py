@@ -1,7 +1,7 @@
 """Instance masks as run lengths: N full-resolution masks in a few kilobytes.
 
-COCO's run-length encoding, as pycocotools has it: pixels in column-major order, the lengths of alternating runs of
-0 and 1, the first of 0, then a compressed byte string. Decoding prototypes into such masks is
+COCO's run-length encoding, as pycocotools has it: pixels in column-major order, the lengths of alternating
+runs of 0 and 1, the first of 0, then a compressed byte string. Decoding prototypes into such masks is
 `visionfast.postprocess.prototypes`.
 """
 
@@ -25,7 +25,8 @@ class InstanceMasks:
     """N instance masks of one image, at its original resolution.
 
     Attributes:
-        counts: for each mask its compressed COCO run lengths, exactly as `pycocotools.mask.encode` writes them.
+        counts: for each mask its compressed COCO run lengths, exactly as `pycocotools.mask.encode` writes
+            them.
         image_hw: the original image, pixels.
     """
 
@@ -48,7 +49,7 @@ class InstanceMasks:
         return len(self.counts)
 
     def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int] | Sequence[bool]) -> InstanceMasks:
-        """The selected masks; `index` is a slice, a boolean mask or positions. A single position: `masks[[i]]`."""
+        """The selected masks; `index` is a slice, a boolean mask or positions (of one mask: `masks[[i]]`)."""
         chosen = np.arange(len(self))[index if isinstance(index, slice) else _as_index(index)]
         return InstanceMasks(tuple(self.counts[i] for i in chosen), self.image_hw)
 
@@ -65,10 +66,11 @@ class InstanceMasks:
 
     def area(self) -> npt.NDArray[np.int64]:
         """(N,) int64, pixels."""
-        return np.asarray(coco_mask.area(self._coco()), np.int64).reshape(len(self))
+        # One at a time: pycocotools 2.0.11 counts the masks of one call in 8 bits and fails from 256 on.
+        return np.array([coco_mask.area(rle) for rle in self._coco()], np.int64)
 
     def xywh(self) -> npt.NDArray[np.int64]:
-        """(N, 4) int64: left, top, width and height of each mask's own extent, pixels; all 0 for an empty one."""
+        """(N, 4) int64: left, top, width, height of each mask's own extent, pixels; 0 for an empty one."""
         return np.asarray(coco_mask.toBbox(self._coco()), np.int64).reshape(len(self), 4)
 
     def polygons(self) -> list[list[npt.NDArray[np.int32]]]:
@@ -122,8 +124,8 @@ def counts_from_runs(
     """Compressed run lengths of one mask from its runs of ones.
 
     Args:
-        start, end: (R,) int64, column-major pixel indices, ascending, `start < end`; a run may begin where the
-            one before ends (a full-height column and the next): such runs are joined.
+        start, end: (R,) int64, column-major pixel indices, ascending, `start < end`; a run may begin where
+            the one before ends (a full-height column and the next): such runs are joined.
         image_hw: the image, pixels.
 
     Returns:

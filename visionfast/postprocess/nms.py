@@ -1,9 +1,9 @@
 """Non-maximum suppression: of boxes that overlap, the most confident one stays.
 
-Greedy, class-aware, exact. The same result as `torchvision.ops.nms` run class by class, to the last bit: IoU in
-float32, suppressed where it is strictly greater than the threshold. The usual trick for class-awareness, moving
-each class's boxes apart by a large offset, loses up to 0.03 px of float32 precision at 80 classes; it is not
-used here.
+Greedy, class-aware, exact. The same result as `torchvision.ops.nms` run class by class, to the last bit: IoU
+in float32, suppressed where it is strictly greater than the threshold. The usual trick for class-awareness,
+moving each class's boxes apart by a large offset, loses up to 0.03 px of float32 precision at 80 classes; it
+is not used here.
 
 Boxes without area: their IoU with one another is 0 / 0 = NaN, with others 0; both are greater than nothing,
 so they neither suppress nor are suppressed.
@@ -22,7 +22,8 @@ _BLOCK = 256  # candidates compared at once: a block's IoU matrix is 256 KB and 
 def box_iou(a_xyxy: npt.NDArray[np.float32], b_xyxy: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Intersection over union of each of N boxes with each of M.
 
-    Operation by operation as torchvision's CPU kernel (`nms_kernel.cpp`), so that equal thresholds decide equally.
+    Operation by operation as torchvision's CPU kernel (`nms_kernel.cpp`), so that equal thresholds decide
+    equally.
 
     Args:
         a_xyxy: (N, 4) float32.
@@ -80,8 +81,8 @@ def nms(
 ) -> npt.NDArray[np.int64]:
     """Indices of the boxes that stay, by descending confidence, ties by ascending index.
 
-    The candidates come in blocks: a block is thinned by the boxes kept so far, then within itself. It ends as soon
-    as `max_det` are kept. Memory is O(block × (block + max_det)), never O(K²).
+    The candidates come in blocks: a block is thinned by the boxes kept so far, then within itself. It ends as
+    soon as `max_det` are kept. Memory is O(block × (block + max_det)), never O(K²).
 
     Args:
         xyxy: (K, 4) float32, finite.
@@ -124,7 +125,7 @@ def _overlaps(
 
 
 def _survivors(over: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Greedy choice within a block whose (n, n) overlaps are known, its candidates by descending confidence."""
+    """Greedy choice within a block, by descending confidence, whose (n, n) overlaps are known."""
     gone = np.zeros(len(over), np.bool_)
     kept = []
     for i in range(len(over)):
@@ -137,8 +138,9 @@ def _survivors(over: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 def _float32_at_most(value: float) -> np.float32:
     """The largest float32 that is not above `value`.
 
-    torchvision compares its float32 IoU with the threshold as a double. `x > value` in doubles is `x > this` in
-    float32; rounding to the nearest instead would decide differently for IoUs that equal the rounded threshold.
+    torchvision compares its float32 IoU with the threshold as a double. `x > value` in doubles is `x > this`
+    in float32; rounding to the nearest instead would decide differently for IoUs that equal the rounded
+    threshold.
     """
     nearest = np.float32(value)
     return nearest if float(nearest) <= value else np.nextafter(nearest, np.float32(-np.inf))

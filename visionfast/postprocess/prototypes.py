@@ -1,10 +1,11 @@
-"""Prototypes and coefficients → instance masks at original resolution (YOLACT, Bolya et al. 2019, as in YOLOv8).
+"""Prototypes and coefficients → instance masks at original resolution, as in YOLACT (Bolya et al. 2019).
 
 A mask's logits are a weighted sum of M prototype planes. The plane is enlarged to the original image and
 thresholded at 0 inside the object's box. Geometry as in ultralytics' `process_mask_native` (8.4,
-`retina_masks=True`): one prototype pixel covers `stride` input pixels, so the letterbox's padding may end inside
-one. Then the plane is first enlarged by the smallest whole factor that puts the padding's edge between two pixels
-(1, 2 or 4 at stride 4), cut there, and the rest enlarged to the image; no mask is shifted by a rounded padding.
+`retina_masks=True`): one prototype pixel covers `stride` input pixels, so the letterbox's padding may end
+inside one. Then the plane is first enlarged by the smallest whole factor that puts the padding's edge between
+two pixels (1, 2 or 4 at stride 4), cut there, and the rest enlarged to the image; no mask is shifted by a
+rounded padding.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def masks_reference(
     xyxy: npt.NDArray[np.float32],
     letterbox: Letterbox,
 ) -> npt.NDArray[np.bool_]:
-    """The definition of `decode_masks`: (N, H, W) bool, pixel (x, y) with x1 ≤ x < x2, y1 ≤ y < y2, logit > 0."""
+    """The definition of `decode_masks`: (N, H, W) bool, pixels x1 ≤ x < x2, y1 ≤ y < y2 with logit > 0."""
     masks = mask_logits_reference(prototypes, coefficients, letterbox) > 0
     y, x = np.arange(letterbox.image_hw[0]), np.arange(letterbox.image_hw[1])
     for mask, (x1, y1, x2, y2) in zip(masks, xyxy, strict=True):
@@ -70,9 +71,10 @@ def decode_masks(
     """The masks of N objects, straight to run lengths: only inside each box, in strips of columns.
 
     Enlarging is linear along each axis, so it is two products with narrow band matrices: rows first, at the
-    prototypes' width, then strip by strip the columns. What a strip needs is its own few prototype columns. Beside
-    the prototypes and the two matrices (4 bytes × (H × mh + W × mw)) the peak is a few MiB, however many objects
-    there are and however large their boxes. Pixels whose logit is within rounding of 0 may fall on either side.
+    prototypes' width, then strip by strip the columns. What a strip needs is its own few prototype columns.
+    Beside the prototypes and the two matrices (4 bytes × (H × mh + W × mw)) the peak is a few MiB, however
+    many objects there are and however large their boxes. Pixels whose logit is within rounding of 0 may fall
+    on either side.
 
     Args:
         prototypes: (M, mh, mw) float32 or float16; (h, w) of the input is a whole multiple of (mh, mw).
@@ -118,7 +120,8 @@ class _Resampling:
 
     Attributes:
         matrix: (image pixels, prototype pixels) float32.
-        first, last: for each image pixel the prototype pixels that it needs, `first <= p < last`; both ascend.
+        first, last: for each image pixel the prototype pixels that it needs, `first <= p < last`; both
+            ascend.
     """
 
     matrix: npt.NDArray[np.float32]
@@ -151,7 +154,7 @@ def _resampling(letterbox: Letterbox, plane_hw: tuple[int, int]) -> tuple[_Resam
 def _strip_runs(
     tall: npt.NDArray[np.float32], columns: _Resampling, begin: int, end: int, top: int, image_height: int
 ) -> npt.NDArray[np.int64]:
-    """Runs of ones in columns `begin <= x < end` of a box that reaches from `top` down by `tall.shape[1]` pixels.
+    """Runs of ones in columns `begin <= x < end` of a box that starts at row `top` and has `tall`'s height.
 
     Returns:
         (2, R) int64: where each run starts and ends, as column-major pixel indices of the whole image.
@@ -166,16 +169,17 @@ def _strip_runs(
         np.greater(strip, 0, out=padded[:, :box_height])
     edges = np.flatnonzero(flat[1:] != flat[:-1])  # positions in `padded`
     x, y = np.divmod(edges, box_height + 1)
-    return ((begin + x) * image_height + (top + y)).reshape(-1, 2).T
+    positions: npt.NDArray[np.int64] = (begin + x) * image_height + (top + y)
+    return positions.reshape(-1, 2).T
 
 
 def _enlargement(letterbox: Letterbox, plane_hw: tuple[int, int]) -> int:
-    """The smallest factor by which the prototype plane's pixels meet all four edges of the un-padded image."""
+    """The smallest factor at which the plane's pixels meet all four edges of the un-padded image."""
     (height, width), (plane_h, plane_w) = letterbox.size_hw, plane_hw
     stride = height // plane_h if plane_h else 0
     if not stride or (plane_h * stride, plane_w * stride) != (height, width):
         raise ShapeError(
-            f"prototypes: expected a plane that divides the input's {letterbox.size_hw} evenly, got {plane_hw}"
+            f"prototypes: expected (mh, mw) that divide the input's {letterbox.size_hw}, got {plane_hw}"
         )
     edges = (
         letterbox.top,
@@ -189,7 +193,7 @@ def _enlargement(letterbox: Letterbox, plane_hw: tuple[int, int]) -> int:
 
 
 def _resize(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
-    """Bilinear along axis 0: pixel centres at half integers, no antialias, the border pixel repeated outwards."""
+    """Bilinear along axis 0: pixel centres at half integers, no antialias, border pixels repeated."""
     if len(array) == length:
         return array.copy()
     position = np.maximum((np.arange(length) + 0.5) * (len(array) / length) - 0.5, 0)

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from visionfast.errors import ShapeError
-from visionfast.postprocess.masks import InstanceMasks, counts_from_runs, mask_iou
+from visionfast.postprocess.masks import InstanceMasks, counts_from_runs, mask_iou, run_lengths
 
 DENSE = st.tuples(st.integers(0, 3), st.integers(1, 7), st.integers(1, 7)).flatmap(
     lambda shape: hnp.arrays(np.bool_, shape)
 )
+
+
+# pycocotools 2.0.11 under NumPy 2, in decode.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 
 
 def _counts(mask: np.ndarray) -> bytes:
@@ -57,6 +61,15 @@ def test_round_trip(dense: np.ndarray) -> None:
     assert masks.area().dtype == np.int64
     for rle, mask in zip(json.loads(json.dumps(masks.rle())), dense, strict=True):
         np.testing.assert_array_equal(coco_mask.decode(rle), mask)
+
+
+@given(lengths=st.lists(st.integers(1, 3_000_000), min_size=1, max_size=12), inside=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_run_lengths_invert_pycocotools_compression(lengths: list[int], inside: bool) -> None:
+    lengths = [0] * inside + lengths
+    size = [sum(lengths), 1]
+    counts = coco_mask.frPyObjects({"size": size, "counts": lengths}, *size)["counts"]
+    assert run_lengths(counts).tolist() == lengths
 
 
 def test_more_than_255_masks() -> None:

@@ -90,7 +90,7 @@ def test_threshold_is_strict() -> None:
 
 
 def test_threshold_that_float32_rounds_up() -> None:
-    # IoU is float32(0.1) > 0.1 in doubles, as torchvision compares; float32(0.1) > float32(0.1) would be false.
+    # IoU is float32(0.1), above 0.1 in doubles, as torchvision compares; in float32 they would be equal.
     xyxy = np.array([[0, 0, 10, 1], [0, 0, 1, 1]], np.float32)
     assert nms(xyxy, np.ones(2, np.float32), np.zeros(2, np.int64), iou=0.1, max_det=9).tolist() == [0]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["DTYPE_OF_STORAGE", "REBUILD_TENSOR", "is_allowed", "is_yolov5"]
+__all__ = ["DTYPE_OF_STORAGE", "REBUILD_TENSOR", "is_allowed"]
 
 # Storage class → the dtype of its elements, by torch's name. Quantised and complex storages: no weights that are
 # read here have them.
@@ -48,7 +48,10 @@ _EXACT = frozenset(
         "torch.torch_version.TorchVersion",
         *(f"torch.{dtype}" for dtype in DTYPE_OF_STORAGE.values()),
         "_codecs.encode",  # how protocol 2 writes bytes
-        *(f"builtins.{n}" for n in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int")),
+        *(
+            f"builtins.{n}"
+            for n in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int")
+        ),
         *(f"builtins.{n}" for n in ("list", "object", "range", "set", "slice", "str", "tuple")),
         *(f"collections.{n}" for n in ("Counter", "OrderedDict", "defaultdict", "deque")),
         *(f"datetime.{n}" for n in ("date", "datetime", "timedelta", "timezone")),
@@ -68,20 +71,17 @@ _PATTERNS = re.compile(
             r"ultralytics\.(?:yolo\.)?utils\.IterableSimpleNamespace",
             rf"ultralytics\.(?:yolo\.)?utils\.(?:loss|tal)\.{_CLASS}",
             r"ultralytics\.yolo\.v8\.\w+\.train\.\w*Loss",
+            # The yolov5 repository's: so that such a file can be told what it is, rather than that it is unsafe.
+            rf"models\.(?:yolo|common|experimental)\.{_CLASS}",
             r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path",
             r"numpy\.(?:bool_?|u?int(?:8|16|32|64)|float(?:16|32|64))",
             r"numpy\._?core\.multiarray\.(?:scalar|_reconstruct)",
         )
-    )
+    ),
+    re.ASCII,
 )
-_YOLOV5 = re.compile(r"models\.(?:yolo|common|experimental)\.\w+")
 
 
 def is_allowed(name: str) -> bool:
     """Whether a weights file may mention this global, e.g. `collections.OrderedDict`."""
     return name in _EXACT or _PATTERNS.fullmatch(name) is not None
-
-
-def is_yolov5(name: str) -> bool:
-    """Whether a refused global is one of the ultralytics/yolov5 repository's own classes."""
-    return _YOLOV5.fullmatch(name) is not None

@@ -31,7 +31,9 @@ def letterbox_geometry(image_hw: tuple[int, int], size_hw: tuple[int, int]) -> L
 def resize_bilinear(image: npt.NDArray[np.uint8], size_hw: tuple[int, int]) -> npt.NDArray[np.uint8]:
     """Bilinear without antialias: pixel centres at halves, edges repeated, rounded half up. (H, W, 3) → (h, w, 3) u8."""
 
-    def taps(length: int, source: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    def taps(
+        length: int, source: int
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         position = (np.arange(length) + 0.5) * (source / length) - 0.5
         below = np.floor(position)
         first = np.clip(below, 0, source - 1).astype(np.intp)
@@ -46,9 +48,7 @@ def resize_bilinear(image: npt.NDArray[np.uint8], size_hw: tuple[int, int]) -> n
     return np.floor(mixed + 0.5).astype(np.uint8)
 
 
-def letterbox(
-    image: npt.NDArray[np.uint8], spec: PreprocessSpec
-) -> tuple[npt.NDArray[np.uint8], Letterbox]:
+def letterbox(image: npt.NDArray[np.uint8], spec: PreprocessSpec) -> tuple[npt.NDArray[np.uint8], Letterbox]:
     """An image inside the network's input: canvas (h, w, 3) u8 RGB, and where the image lies in it.
 
     Raises:

@@ -1,5 +1,67 @@
-"""visionfast: vision checkpoints, unchanged, compiled and served as fast as the machine allows."""
+"""visionfast: vision checkpoints, unchanged, compiled and served as fast as the machine allows.
+
+    import visionfast as vf
+
+    with vf.Detector.open("yolov8s") as detector:
+        detections = detector(["bus.jpg"])[0]
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from visionfast._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from visionfast.build import build
+    from visionfast.errors import ImageError, VisionfastError
+    from visionfast.pipeline import Detector, Segmenter
+    from visionfast.pipeline import open_engine as open
+    from visionfast.preprocess.decode import DecodeLimits
+    from visionfast.types import Certificate, Detections, EngineManifest, ModelSpec
+
+__all__ = [
+    "Certificate",
+    "DecodeLimits",
+    "Detections",
+    "Detector",
+    "EngineManifest",
+    "ImageError",
+    "ModelSpec",
+    "Segmenter",
+    "VisionfastError",
+    "__version__",
+    "build",
+    "open",
+]
+
+_HOMES = {
+    "Certificate": "types",
+    "DecodeLimits": "preprocess.decode",
+    "Detections": "types",
+    "Detector": "pipeline",
+    "EngineManifest": "types",
+    "ImageError": "errors",
+    "ModelSpec": "types",
+    "Segmenter": "pipeline",
+    "VisionfastError": "errors",
+    "build": "build",
+    "open": "pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'visionfast' has no attribute {name!r}; there are {', '.join(__all__)}")
+    module = importlib.import_module(f"visionfast.{_HOMES[name]}")
+    # importing visionfast.build binds the module's own name here; the function is what is meant
+    value = getattr(module, "open_engine" if name == "open" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

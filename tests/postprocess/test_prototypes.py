@@ -154,10 +154,12 @@ def test_definition_is_ultralytics(size_hw: tuple[int, int], image_hw: tuple[int
     letterbox = letterbox_geometry(image_hw, size_hw)
     theirs = ops.process_mask_native(*map(torch.from_numpy, (planes, coefficients, xyxy)), image_hw).numpy()
     ours = masks_reference(planes, coefficients, xyxy, letterbox)
-    # White noise has far more boundary than a real mask; still nothing but rounding separates the two.
-    assert np.mean(ours != theirs.astype(bool)) < 2e-5
     fast = decode_masks(planes, coefficients, xyxy, letterbox).dense()
-    assert np.mean(fast != theirs.astype(bool)) < 2e-5
+    # Logits are about 6 here, and torch finds its sampling positions in float32: only rounding is between us.
+    undecided = np.abs(mask_logits_reference(planes, coefficients, letterbox)) < 2e-3
+    assert undecided.mean() < 1e-3
+    for masks in (ours, fast):
+        np.testing.assert_array_equal(masks[~undecided], theirs.astype(bool)[~undecided])
 
 
 def test_shape_errors() -> None:

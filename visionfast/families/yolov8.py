@@ -1,307 +1,218 @@
-"""YOLOv8 and YOLO11: detection and instance segmentation, any size, any classes.
-
-ultralytics rebuilds the network from its description, and does nothing more: the tensors are loaded strictly, and
-the box decoding is ours (distribution focal loss, Li et al. 2020, arXiv:2006.04388), so that it can stay in FP32.
-"""
+"""YOLOv8 and YOLO11, detection and segmentation, of any size and class count, read from the checkpoint itself."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from visionfast.checkpoint import Checkpoint
-from visionfast.errors import BackendUnavailableError, CheckpointError, OptionError, UnsupportedModelError
+from visionfast.checkpoint.pickled import printable
+from visionfast.errors import CheckpointError, OptionError, UnsupportedModelError
 from visionfast.families import LoadedModel
+from visionfast.families.yolov8_config import YoloConfig, candidate_configs, read_config
 from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Task, TensorSpec
 
-__all__ = ["load", "recognises"]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["YoloV8"]
 
 GRAPH = "model"
-_LAYERS = frozenset(
-    {"Conv", "DWConv", "C2f", "C3", "C3k2", "C2PSA", "SPPF", "Concat", "nn.Upsample", "Detect", "Segment"}
-)
-_ACTIVATION = re.compile(r"(torch\.)?nn\.(SiLU|ReLU|ReLU6|Hardswish|Mish|GELU|Identity)\(\)|(torch\.)?nn\.LeakyReLU\([0-9.]+\)")
-_WIDTHS = {16: "n", 32: "s", 48: "m", 64: "ml", 80: "x", 96: "x"}  # of the first convolution, by scale
-_KEPT_KEYS = (
-    "nc", "scales", "scale", "depth_multiple", "width_multiple", "backbone", "head", "activation", "reg_max", "ch",
-    "channels", "end2end",
-)  # fmt: skip
+_DEFAULT_SIZE = 640
+_MAX_SIZE = 8192
+_MAX_BATCH = 1024
+_MAX_NAME = 200
+# `model.0.conv.weight` in a checkpoint; `0.…` from the bare blocks, `model.model.0.…` from ultralytics' wrapper,
+# `module.…` from data-parallel training.
+_KEY = re.compile(r"(?:module\.)?(?:model\.)*(\d+\..+)", re.ASCII)
 
 
-def recognises(checkpoint: Checkpoint) -> bool:
-    """Whether the state dict has the network layout `model.<layer>.…` that ends in a detection head."""
-    return "model.0.conv.weight" in checkpoint.state_dict and _head_index(checkpoint.state_dict) is not None
+class YoloV8:
+    """The family, see `visionfast.families.Family`."""
 
+    name = "yolov8"
+    handles = "YOLOv8 and YOLO11, tasks detect and segment"
 
-def load(
-    checkpoint: Checkpoint, *, name: str, size_hw: tuple[int, int] | None = None, batch: int = 1
-) -> LoadedModel:
-    """Rebuilds the model in FP32 for a fixed input size.
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        keys = _weights(checkpoint).keys()
+        return _task(keys) in ("detect", "segment") and not _is_end_to_end(checkpoint, keys)
 
-    Args:
-        checkpoint: opened by `open_checkpoint`.
-        name: of the model, for its spec.
-        size_hw: of the input, pixels, multiples of the largest stride; default: what the checkpoint says, or 640.
-        batch: images a call, at least 1.
+    def describe(self, checkpoint: Checkpoint) -> str:
+        keys = _weights(checkpoint).keys()
+        task = _task(keys)
+        model_class = printable(checkpoint.metadata.get("model_class", ""))
+        if model_class.startswith("models."):
+            return "YOLOv5 (of the yolov5 repository; ultralytics' own yolov5u too has other blocks)"
+        if any(".anchors" in key or ".anchor_grid" in key for key in keys):
+            return "YOLOv5 or YOLOv7 (anchors)"
+        if any("dec_score_head" in key for key in keys):
+            return "RT-DETR"
+        if _is_end_to_end(checkpoint, keys):
+            return "YOLOv10 or YOLO26 (an end-to-end head without NMS)"
+        if task:
+            return f"a YOLO {task} model"
+        return model_class
 
-    Raises:
-        UnsupportedModelError: its task or its layers are not handled.
-        CheckpointError: its tensors do not fit the network it describes.
-        OptionError: the size or the batch is impossible.
-    """
-    task = _task(checkpoint)
-    network = _rebuild(checkpoint, task)
-    head = network.model[-1]
-    strides = tuple(int(stride) for stride in head.stride)
-    size_hw = _check_size(size_hw or _default_size(checkpoint), max(strides), batch)
-    module = _graph(network, size_hw, strides).eval()
+    def load(
+        self, checkpoint: Checkpoint, *, name: str, size_hw: tuple[int, int] | None = None, batch: int = 1
+    ) -> LoadedModel:
+        from visionfast.families.yolov8_modules import YoloGraph, level_strides, load_weights
 
-    (h, w), nc = size_hw, int(head.nc)
-    masks = int(head.nm) if task == "segment" else 0
-    anchors = sum((h // s) * (w // s) for s in strides)
-    outputs = [TensorSpec("predictions", (batch, 4 + nc + masks, anchors), "float32")]
-    if masks:
-        outputs.append(TensorSpec("prototypes", (batch, masks, h // 4, w // 4), "float32"))
-    graph = GraphSpec(GRAPH, (TensorSpec("images", (batch, 3, h, w), "float32", "NCHW"),), tuple(outputs))
-    spec = ModelSpec(
-        name=name,
-        family="yolov8",
-        architecture=_architecture(network, task),
-        task=task,
-        graphs=(graph,),
-        preprocess=PreprocessSpec(size_hw),
-        class_names=_class_names(checkpoint, nc),
-        strides=strides,
-        license=str(checkpoint.metadata.get("license", "")),
-    )
-    return LoadedModel(spec, {GRAPH: module}, {GRAPH: ("decode",)})
-
-
-def _head_index(state_dict: Mapping[str, Any]) -> int | None:
-    found = [match for key in state_dict if (match := re.match(r"model\.(\d+)\.cv3\.0\.", key))]
-    layers = [int(match[1]) for match in found if f"model.{match[1]}.cv2.0.0.conv.weight" in state_dict]
-    return max(layers, default=None)
-
-
-def _task(checkpoint: Checkpoint) -> Task:
-    """Told from the head's own tensors; a file's word about itself may be wrong."""
-    state, head = checkpoint.state_dict, _head_index(checkpoint.state_dict)
-    if any(key.startswith(f"model.{head}.one2one_cv2.") for key in state):
-        raise UnsupportedModelError(f"{checkpoint.path}: an end-to-end (NMS-free) YOLO; expected YOLOv8 or YOLO11")
-    if f"model.{head}.proto.cv1.conv.weight" in state:
-        return "segment"
-    if any(key.startswith(f"model.{head}.cv4.") for key in state):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: a YOLO for pose or oriented boxes; expected detection or segmentation"
+        source = str(checkpoint.path)
+        weights = _weights(checkpoint)
+        config, blocks = _rebuild(checkpoint, weights, source)
+        strides = level_strides(blocks, source)
+        size_hw = _checked_size(size_hw or _trained_size(checkpoint, max(strides)), max(strides))
+        if not 1 <= batch <= _MAX_BATCH:
+            raise OptionError(f"batch: expected 1 to {_MAX_BATCH}, got {batch}")
+        load_weights(blocks, weights, **_batch_norm_eps(checkpoint))
+        module = YoloGraph(blocks, size_hw, strides).eval()
+        task: Task = "segment" if config.task == "segment" else "detect"
+        spec = ModelSpec(
+            name=name,
+            family=self.name,
+            architecture=_architecture(config, strides),
+            task=task,
+            graphs=(_graph_spec(module, config, size_hw, strides, batch),),
+            preprocess=PreprocessSpec(size_hw),
+            class_names=_class_names(checkpoint.metadata.get("names"), config.num_classes, source),
+            strides=strides,
+            license=printable(checkpoint.metadata.get("license") or "", _MAX_NAME),
         )
-    return "detect"
+        return LoadedModel(spec, {GRAPH: module}, {GRAPH: ("decode",)})
 
 
-def _import_tasks() -> Any:
-    # Set before its first import: ultralytics greets on stdout otherwise.
-    os.environ.setdefault("YOLO_VERBOSE", "False")
-    try:
-        from ultralytics.nn import tasks
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"ultralytics: rebuilding a YOLO needs it, but {error}; `pip install 'visionfast[build]'`"
-        ) from error
-    logging.getLogger("ultralytics").setLevel(logging.ERROR)
-    return tasks
+# ---- telling by the parameters' names ---------------------------------------------------------------------
 
 
-def _rebuild(checkpoint: Checkpoint, task: Task) -> Any:
-    """The network with the checkpoint's tensors, strictly, batch norms folded into convolutions."""
-    tasks = _import_tasks()
-    made = tasks.SegmentationModel if task == "segment" else tasks.DetectionModel
-    state = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.state_dict.items()}
-    head = _head_index(state)
-    nc = int(state[f"model.{head}.cv3.0.2.bias"].shape[0])
-    problem = ""
-    for description in _descriptions(checkpoint, task, int(state["model.0.conv.weight"].shape[0])):
-        try:
-            network = made(description, ch=int(state["model.0.conv.weight"].shape[1]), nc=nc, verbose=False)
-        except Exception as error:  # parse_model raises anything on a description that makes no network
-            raise CheckpointError(f"{checkpoint.path}: its description makes no network ({error})") from error
-        if not any(".bn." in key for key in state):
-            network.fuse(verbose=False)  # saved after folding: the same has to be folded here before loading
-        problem = _mismatch(network.state_dict(), state)
-        if not problem:
-            network.load_state_dict(state, strict=True)
-            return network.eval().fuse(verbose=False)
-    raise CheckpointError(f"{checkpoint.path}: its tensors do not fit the network it should be ({problem})")
+def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The weights under the blocks' own names, `0.conv.weight`; what has another form is left as it is."""
+    found = {}
+    for key, tensor in checkpoint.state_dict.items():
+        match = _KEY.fullmatch(key)
+        found[match[1] if match else key] = tensor
+    return found
 
 
-def _mismatch(expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
-    for name in [*expected, *got]:
-        if name not in got:
-            return f"{name} is missing"
-        if name not in expected:
-            return f"{name} is not expected"
-        if expected[name].shape != got[name].shape:
-            return f"{name}: expected {tuple(expected[name].shape)}, got {tuple(got[name].shape)}"
-    return ""
+def _task(keys: Any) -> str:
+    """The task by the head's branches, or empty when it is not a YOLO head."""
+    branches = {match[2] for key in keys if (match := re.match(r"(\d+)\.(cv[234]|proto|dfl|linear)\.", key))}
+    if {"cv2", "cv3", "dfl"} <= branches:
+        if "proto" in branches:
+            return "segment"
+        return "pose or obb" if "cv4" in branches else "detect"
+    return "classify" if "linear" in branches and "0.conv.weight" in keys else ""
 
 
-def _descriptions(checkpoint: Checkpoint, task: Task, width: int) -> Iterator[Any]:
-    """What the network may be: the checkpoint's own description, else the published ones of its width."""
-    description = checkpoint.metadata.get("yaml")
-    if isinstance(description, dict):
-        yield _checked_description(description, checkpoint)
-        return
-    suffix = "-seg" if task == "segment" else ""
-    for version in ("yolov8", "yolo11"):
-        for scale in _WIDTHS.get(width, ""):
-            yield f"{version}{scale}{suffix}.yaml"
+def _is_end_to_end(checkpoint: Checkpoint, keys: Any) -> bool:
+    yaml = checkpoint.metadata.get("yaml")
+    return any(".one2one_cv" in key for key in keys) or bool(isinstance(yaml, Mapping) and yaml.get("end2end"))
 
 
-def _checked_description(description: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """ultralytics evaluates parts of a description (`activation` goes through `eval`), so it is checked first."""
-    where = f"{checkpoint.path}: its network description"
-    kept = {key: description[key] for key in _KEPT_KEYS if key in description}
-    activation = kept.get("activation")
-    if activation is not None and not (isinstance(activation, str) and _ACTIVATION.fullmatch(activation)):
-        raise CheckpointError(f"{where}: activation {activation!r} is not a plain torch.nn activation; refused")
-    if kept.get("end2end"):
-        raise UnsupportedModelError(f"{checkpoint.path}: an end-to-end (NMS-free) YOLO; expected YOLOv8 or YOLO11")
-    layers = [*_listed(kept.get("backbone"), where), *_listed(kept.get("head"), where)]
-    for layer in layers:
-        if not (isinstance(layer, (list, tuple)) and len(layer) == 4):
-            raise CheckpointError(f"{where}: expected [from, repeats, layer, arguments], got {layer!r}")
-        _, repeats, kind, arguments = layer
-        if kind not in _LAYERS:
-            raise UnsupportedModelError(
-                f"{where}: layer {kind!r} is not one of YOLOv8's or YOLO11's: {', '.join(sorted(_LAYERS))}"
-            )
-        if not (isinstance(repeats, int) and 0 < repeats <= 100):
-            raise CheckpointError(f"{where}: expected 1 to 100 repeats of {kind}, got {repeats!r}")
-        for argument in _listed(arguments, where):
-            if not _plain(argument):
-                raise CheckpointError(f"{where}: argument {argument!r} of {kind} is not a plain value; refused")
-    return kept
+# ---- the network ------------------------------------------------------------------------------------------
 
 
-def _listed(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise CheckpointError(f"{where}: expected a list, got {value!r}")
-    return list(value)
+def _rebuild(
+    checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor], source: str
+) -> tuple[YoloConfig, nn.Sequential]:
+    """The configuration and its blocks, whose shapes are the weights'."""
+    from visionfast.families.yolov8_modules import build_blocks, shapes_agree, without_batch_norm
+
+    raw = checkpoint.metadata.get("yaml")
+    if raw is None:
+        candidates = candidate_configs({k: tuple(v.shape) for k, v in weights.items()}, source)
+    else:
+        candidates = iter([read_config(raw, source)])
+    difference = "its first layer is of no published width"
+    for config in candidates:
+        blocks = without_batch_norm(build_blocks(config, source), weights)
+        difference = shapes_agree(blocks, weights)
+        if not difference:
+            return config, blocks
+    if raw is None:
+        raise UnsupportedModelError(
+            f"{source}: a state dict without an architecture, and not one of YOLOv8's or YOLO11's published sizes "
+            f"({difference}); use the checkpoint that training wrote"
+        )
+    raise CheckpointError(f"{source}: its weights are not those of its architecture: {difference}")
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_plain(item) for item in value)
-    if isinstance(value, str):
-        return value in ("nc", "None", "nearest", "bilinear", "True", "False", "reg_max")
-    return value is None or (isinstance(value, (bool, int, float)) and abs(value) <= 1 << 20)
+def _batch_norm_eps(checkpoint: Checkpoint) -> dict[str, float]:
+    known = checkpoint.metadata.get("batch_norm_eps") or ()
+    if len(known) > 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its batch norms have different eps ({', '.join(map(str, known[:4]))}); expected one"
+        )
+    return {"eps": float(known[0])} if known else {}
 
 
-def _default_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    size = (checkpoint.metadata.get("args") or {}).get("imgsz", 640)
-    if isinstance(size, (list, tuple)) and len(size) == 2:
-        return int(size[0]), int(size[1])
-    return (int(size), int(size)) if isinstance(size, int) else (640, 640)
+# ---- the spec ---------------------------------------------------------------------------------------------
 
 
-def _check_size(size_hw: tuple[int, int], stride: int, batch: int) -> tuple[int, int]:
-    if batch < 1:
-        raise OptionError(f"batch: expected at least 1, got {batch}")
-    for side in size_hw:
-        if side < stride or side % stride:
-            below = max(stride, side // stride * stride)
-            raise OptionError(
-                f"imgsz {size_hw[0]}x{size_hw[1]}: expected multiples of the stride {stride}, got {side}; "
-                f"the nearest are {below} and {below + stride}"
-            )
-        if side > 8192:
-            raise OptionError(f"imgsz {size_hw[0]}x{size_hw[1]}: expected at most 8192, got {side}")
-    return size_hw
+def _architecture(config: YoloConfig, strides: tuple[int, ...]) -> str:
+    pyramid = {(4, 8, 16, 32): "-p2", (8, 16, 32, 64): "-p6"}.get(strides, "")
+    return f"{config.generation}{config.scale}{pyramid}{'-seg' if config.task == 'segment' else ''}"
 
 
-def _class_names(checkpoint: Checkpoint, nc: int) -> tuple[str, ...]:
-    names = checkpoint.metadata.get("names")
-    if isinstance(names, (list, tuple)):
-        names = dict(enumerate(names))
-    if not isinstance(names, dict):
-        return tuple(f"class_{i}" for i in range(nc))
-    if sorted(names, key=str) != sorted(range(nc), key=str):
-        raise CheckpointError(f"{checkpoint.path}: expected names for classes 0 to {nc - 1}, got {len(names)} names")
-    return tuple(str(names[i]) for i in range(nc))
-
-
-def _architecture(network: Any, task: Task) -> str:
-    version = "yolo11" if any(type(layer).__name__ == "C3k2" for layer in network.model) else "yolov8"
-    width = int(network.model[0].conv.out_channels)
-    scale = network.yaml.get("scale") or _WIDTHS.get(width, "?")[:1]
-    return f"{version}{scale}{'-seg' if task == 'segment' else ''}"
-
-
-def _graph(network: Any, size_hw: tuple[int, int], strides: tuple[int, ...]) -> Any:
-    """Our module around the rebuilt layers. Defined here because torch is imported only to build."""
+def _graph_spec(
+    module: nn.Module, config: YoloConfig, size_hw: tuple[int, int], strides: tuple[int, ...], batch: int
+) -> GraphSpec:
     import torch
-    from torch import Tensor, nn
 
-    class Decode(nn.Module):
-        """Raw head outputs → (B, 4 + nc + nm, A): cx, cy, w, h in input pixels, class scores, mask coefficients."""
+    # Without memory: only the shapes are wanted.
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-        anchors: Tensor
-        strides: Tensor
-        bins: Tensor
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        outputs = module(torch.empty(batch, 3, *size_hw))
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    names = ("predictions", "prototypes")[: len(tensors)]
+    return GraphSpec(
+        GRAPH,
+        (TensorSpec("images", (batch, 3, *size_hw), "float32", "NCHW"),),
+        tuple(TensorSpec(n, tuple(t.shape), "float32") for n, t in zip(names, tensors, strict=True)),
+    )
 
-        def __init__(self, reg_max: int) -> None:
-            super().__init__()
-            centres, scales = [], []
-            for stride in strides:
-                rows, columns = size_hw[0] // stride, size_hw[1] // stride
-                y, x = torch.meshgrid(torch.arange(rows) + 0.5, torch.arange(columns) + 0.5, indexing="ij")
-                centres.append(torch.stack((x, y)).reshape(2, -1))
-                scales.append(torch.full((1, rows * columns), float(stride)))
-            self.register_buffer("anchors", torch.cat(centres, 1)[None])  # (1, 2, A), in cells
-            self.register_buffer("strides", torch.cat(scales, 1)[None])  # (1, 1, A)
-            self.register_buffer("bins", torch.arange(reg_max, dtype=torch.float32).reshape(1, 1, -1, 1))
 
-        def forward(self, boxes: Tensor, scores: Tensor, *coefficients: Tensor) -> Tensor:
-            b, _, a = boxes.shape
-            # The expectation over the bins: left, top, right, bottom distances in cells.
-            ltrb = (boxes.reshape(b, 4, -1, a).softmax(2) * self.bins).sum(2)  # (B, 4, A)
-            low, high = self.anchors - ltrb[:, :2], self.anchors + ltrb[:, 2:]
-            cxcywh = torch.cat(((low + high) / 2, high - low), 1) * self.strides
-            return torch.cat((cxcywh, scores.sigmoid(), *coefficients), 1)
+def _checked_size(size_hw: tuple[int, int], stride: int) -> tuple[int, int]:
+    if all(stride <= side <= _MAX_SIZE and side % stride == 0 for side in size_hw):
+        return size_hw
+    nearest = ["x".join(str(_to_multiple(side, stride, up)) for side in size_hw) for up in (False, True)]
+    raise OptionError(
+        f"imgsz: expected multiples of {stride} from {stride} to {_MAX_SIZE} (height x width), got "
+        f"{size_hw[0]}x{size_hw[1]}; the nearest are {' and '.join(dict.fromkeys(nearest))}"
+    )
 
-    class Graph(nn.Module):
-        """images (B, 3, h, w) → predictions, and prototypes of a segmenter."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = network.model[:-1]
-            self.head = network.model[-1]
-            self.saved = frozenset(network.save)
-            self.segments = hasattr(self.head, "proto")
-            self.decode = Decode(int(self.head.reg_max))
+def _to_multiple(side: int, stride: int, up: bool) -> int:
+    whole = side // stride + (1 if up and side % stride else 0)
+    return min(max(whole, 1) * stride, _MAX_SIZE)
 
-        def forward(self, images: Tensor) -> Any:
-            x: Any = images
-            kept: list[Tensor | None] = []
-            for layer in self.layers:
-                x = layer(self._inputs(layer, x, kept))
-                kept.append(x if layer.i in self.saved else None)
-            levels = [kept[i] for i in self.head.f]
-            boxes = self._over_levels(self.head.cv2, levels)
-            scores = self._over_levels(self.head.cv3, levels)
-            if not self.segments:
-                return self.decode(boxes, scores)
-            return self.decode(boxes, scores, self._over_levels(self.head.cv4, levels)), self.head.proto(levels[0])
 
-        def _inputs(self, layer: Any, previous: Any, kept: list[Tensor | None]) -> Any:
-            if layer.f == -1:
-                return previous
-            if isinstance(layer.f, int):
-                return kept[layer.f]
-            return [previous if i == -1 else kept[i] for i in layer.f]
+def _trained_size(checkpoint: Checkpoint, stride: int) -> tuple[int, int]:
+    """The training's `imgsz`, rounded up to what the network takes, as ultralytics does; 640 when it is not said."""
+    for place in ("args", "train_args", "imgsz"):
+        said = checkpoint.metadata.get(place)
+        size = said.get("imgsz") if isinstance(said, Mapping) else said
+        if isinstance(size, (list, tuple)) and len(size) == 1:
+            size = size[0]
+        sides = list(size) if isinstance(size, (list, tuple)) and len(size) == 2 else [size, size]
+        if all(type(side) is int and 1 <= side <= _MAX_SIZE for side in sides):
+            return _to_multiple(sides[0], stride, True), _to_multiple(sides[1], stride, True)
+    return _DEFAULT_SIZE, _DEFAULT_SIZE
 
-        def _over_levels(self, branches: Any, levels: list[Any]) -> Tensor:
-            return torch.cat([branch(x).flatten(2) for branch, x in zip(branches, levels, strict=True)], 2)
 
-    return Graph()
+def _class_names(raw: Any, num_classes: int, source: str) -> tuple[str, ...]:
+    if raw is None:
+        return tuple(f"class_{i}" for i in range(num_classes))
+    pairs = dict(enumerate(raw)) if isinstance(raw, (list, tuple)) else raw
+    if not isinstance(pairs, Mapping):
+        raise CheckpointError(f"{source}: its class names are a {type(raw).__name__}; expected names by number")
+    by_id = {int(key) if str(key).isdecimal() else -1: value for key, value in pairs.items()}
+    if sorted(by_id) != list(range(num_classes)):
+        raise CheckpointError(
+            f"{source}: its {len(pairs)} class names are not numbered 0 to {num_classes - 1}, as its head's "
+            f"{num_classes} classes are"
+        )
+    return tuple(printable(by_id[i], _MAX_NAME) for i in range(num_classes))

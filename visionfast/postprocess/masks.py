@@ -149,8 +149,9 @@ def counts_from_runs(
 def run_lengths(counts: bytes) -> npt.NDArray[np.int64]:
     """Compressed counts → (R,) int64 lengths of the alternating runs, the first of zeros.
 
-    The format (cocoapi, `rleFrString`): digits of 5 bits, the lowest first, 48 + 32 × "more follow" + digit; the
-    last digit's top bit is the number's sign; from the fourth number on, the difference to the last but one.
+    The format (cocoapi, `rleFrString`): digits of 5 bits, the lowest first, each as the character 48 + digit,
+    + 32 where more follow; the last digit's top bit is the number's sign; from the fourth number on it is the
+    difference to the last but one.
     """
     symbols = np.frombuffer(counts, np.uint8).astype(np.int64) - 48
     last = np.flatnonzero(symbols < 32)  # of each number

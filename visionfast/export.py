@@ -1,123 +1,243 @@
-"""An eager module → fixed-shape ONNX with its precision written into it.
+"""An eager module → one fixed-shape ONNX file with its precision written into it.
 
-Runtimes for NVIDIA GPUs know strongly typed networks only, so FP16 is not a flag for the compiler: the graph itself
-is half precision, with casts around the parts that stay in FP32.
+TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the graph:
+in a half-precision graph the weights are float16, and casts stand before and after the modules that stay FP32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
-import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visionfast.artifacts import atomic_write
-from visionfast.errors import BackendUnavailableError, BuildError, OptionError
-from visionfast.types import GraphSpec, Precision, TensorSpec
+from visionfast.errors import BuildError, OptionError
+from visionfast.types import GraphSpec, Precision
 
-__all__ = ["export_onnx"]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-# The first opset with LayerNormalization as one operator.
-_OPSET = 17
+__all__ = ["OPSET", "export_onnx", "half_precision"]
+
+OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
+_MAX_PROTOBUF_BYTES = (1 << 31) - 1
 
 
 def export_onnx(
-    module: Any,
-    graph: GraphSpec,
-    path: Path,
-    *,
-    precision: Precision = "fp32",
-    fp32_tail: Sequence[str] = (),
-    keep_fp32: Sequence[str] = (),
+    module: nn.Module, graph: GraphSpec, path: Path, *, precision: Precision, keep_fp32: Sequence[str] = ()
 ) -> GraphSpec:
-    """Writes `module` as ONNX. The same weights and options give the same bytes.
+    """Writes `module` to `path`, for exactly the shapes of `graph`.
+
+    The same weights and options give the same bytes. The caller's module is not changed. `bf16` is no precision of
+    a graph here (OpenVINO chooses it when it runs): it writes the FP32 graph.
 
     Args:
-        module: `torch.nn.Module` in eval mode, FP32; it is not changed.
-        graph: its inputs and outputs, FP32.
-        path: of the file to write.
-        precision: `fp16` writes half precision; `bf16` is the runtime's own doing and writes FP32.
-        fp32_tail: submodules, by dotted name, that stay FP32 and hand their FP32 result on.
-        keep_fp32: submodules that compute in FP32 inside an FP16 graph and hand on FP16.
+        module: float32, in eval mode, on the CPU.
+        graph: its tensors; all floating ones float32.
+        path: the ONNX file; replaced at once when all went well, else left as it was.
+        precision: of the graph.
+        keep_fp32: dotted paths of submodules that stay FP32, with all that is below them, in an `fp16` graph.
 
     Returns:
-        The graph's tensors with the dtypes as written.
+        The graph with the dtypes as written. In an `fp16` graph the inputs are float16, and so are the outputs that
+        do not come straight out of a module that stays FP32.
 
     Raises:
-        OptionError: a name in `fp32_tail` or `keep_fp32` is not a submodule.
-        BuildError: the module cannot be exported.
-        BackendUnavailableError: torch or onnx is not installed.
+        OptionError: `keep_fp32` names a module that is not there.
+        BuildError: the module cannot be exported, or has more than 2 GiB of weights.
+        ArtifactError: the file cannot be written.
     """
-    try:
-        import onnx
-        import torch
-    except ImportError as error:
-        raise BackendUnavailableError(f"export needs {error.name}; `pip install 'visionfast[build]'`") from error
-    inputs = graph.inputs
-    if precision == "fp16":
-        module = _half(module, fp32_tail, keep_fp32)
-        inputs = tuple(dataclasses.replace(spec, dtype="float16") for spec in inputs)
-    example = tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in inputs)
-    buffer = io.BytesIO()
-    exporter_log = logging.getLogger("torch.onnx")
-    level = exporter_log.level
-    try:
-        exporter_log.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), torch.inference_mode():
-            warnings.simplefilter("ignore")  # the TorchScript exporter's age, and constants that it folds by design
-            torch.onnx.export(
-                module,
-                example,
-                buffer,
-                opset_version=_OPSET,
-                dynamo=False,  # the other exporter cannot take YOLO heads, and fixes what should vary
-                input_names=[spec.name for spec in inputs],
-                output_names=[spec.name for spec in graph.outputs],
-            )
-        model = onnx.load_from_string(buffer.getvalue())
-        onnx.checker.check_model(model)
-        model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    except Exception as error:  # the exporter and the checker raise many kinds
-        raise BuildError(f"{graph.name}: cannot be exported to ONNX ({str(error).strip().splitlines()[0]})") from error
-    finally:
-        exporter_log.setLevel(level)
-    atomic_write(path, model.SerializeToString(deterministic=True))
-    return GraphSpec(graph.name, inputs, tuple(_output(onnx, value) for value in model.graph.output))
-
-
-def _output(onnx: Any, value: Any) -> TensorSpec:
-    tensor = value.type.tensor_type
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
-    return TensorSpec(value.name, tuple(d.dim_value for d in tensor.shape.dim), dtype)
-
-
-def _half(module: Any, fp32_tail: Sequence[str], keep_fp32: Sequence[str]) -> Any:
-    """A half-precision copy with FP32 islands: casts stand where values enter and leave them."""
     import torch
 
-    def cast(value: Any, dtype: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, (tuple, list)):
-            return type(value)(cast(item, dtype) for item in value)
-        return value
+    traced = half_precision(module, keep_fp32) if precision == "fp16" else module
+    typed = dataclasses.replace(graph, inputs=tuple(_typed(i, precision) for i in graph.inputs))
+    feeds = tuple(torch.zeros(i.shape, dtype=getattr(torch, i.dtype)) for i in typed.inputs)
+    model = _traced_onnx(traced, feeds, graph)
+    written = _checked(model, typed)
+    atomic_write(path, model.SerializeToString(deterministic=True))
+    return written
 
-    half = copy.deepcopy(module).half()
-    known = dict(half.named_modules())
-    original = dict(module.named_modules())
-    for name in (*fp32_tail, *keep_fp32):
-        if name not in known or not name:
-            raise OptionError(f"keep_fp32: {name!r} is not a submodule; there are, e.g., {', '.join(list(known)[1:6])}")
-        island = known[name].float()
-        # A round trip through half would have rounded the island's own numbers.
-        island.load_state_dict(original[name].state_dict())
-        for key, buffer in original[name].named_buffers():
-            island.get_buffer(key).copy_(buffer)
-        island.register_forward_pre_hook(lambda _, args: cast(args, torch.float32))
-        if name not in fp32_tail:
-            island.register_forward_hook(lambda _, __, result: cast(result, torch.float16))
-    return half
+
+def _typed(spec: Any, precision: Precision) -> Any:
+    halved = precision == "fp16" and spec.dtype == "float32"
+    return dataclasses.replace(spec, dtype="float16") if halved else spec
+
+
+# ---- precision --------------------------------------------------------------------------------------------
+
+
+def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Module:
+    """A copy of `module` in float16, but for the named submodules, with casts around those.
+
+    What a kept submodule returns is cast down for the rest of the network; where it is itself an output of
+    `module`, it goes out as it was computed, in float32.
+
+    Raises:
+        OptionError: `keep_fp32` names a module that is not there.
+    """
+    import torch
+    from torch import nn
+
+    class HalfPrecision(nn.Module):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, *inputs: torch.Tensor) -> Any:
+            full_of.clear()
+            outputs = self.network(*inputs)
+            # A cast whose result nothing reads is left out of the graph by the exporter.
+            return _mapped(outputs, lambda tensor: full_of.get(id(tensor), (tensor, tensor))[0])
+
+    # id of a tensor that was cast down → what it was cast from, and itself, so that its id is not used again.
+    full_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cast_up(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        up = _mapped((args, kwargs), lambda t: t.float() if t.dtype == torch.float16 else t)
+        return up[0], up[1]
+
+    def cast_down(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+        def down(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype != torch.float32:
+                return tensor
+            half = tensor.half()
+            full_of[id(half)] = (tensor, half)
+            return half
+
+        return _mapped(outputs, down)
+
+    network = copy.deepcopy(module)
+    islands = _islands(network, keep_fp32)
+    kept = {id(inner) for island in islands for inner in island.modules()}
+    for inner in network.modules():
+        if id(inner) not in kept:
+            _halve_own_tensors(inner)
+    for island in islands:
+        island.register_forward_pre_hook(cast_up, with_kwargs=True)
+        island.register_forward_hook(cast_down)
+    return HalfPrecision(network).eval()
+
+
+def _halve_own_tensors(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.half()
+
+
+def _islands(network: nn.Module, keep_fp32: Sequence[str]) -> list[nn.Module]:
+    """The outermost kept modules that are called: a list of modules never is, its members are."""
+    from torch import nn
+
+    paths = dict(network.named_modules())
+    for path in keep_fp32:
+        if path not in paths:
+            near = sorted(name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0])
+            raise OptionError(
+                f"keep_fp32: there is no module {path!r}; expected a dotted path such as {', '.join(near[:8])}"
+            )
+    outermost = [p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)]
+    called: list[nn.Module] = []
+    waiting = [paths[p] for p in outermost]
+    while waiting:
+        module = waiting.pop(0)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            waiting[:0] = list(module.children())
+        else:
+            called.append(module)
+    return called
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to every tensor in its tuples, lists and dicts."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+# ---- tracing ----------------------------------------------------------------------------------------------
+
+
+def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: GraphSpec) -> Any:
+    """The module as an ONNX model without anything in it that differs from run to run."""
+    import onnx
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        with _quiet_exporter(), torch.no_grad():
+            # The dynamo exporter fails on a YOLO head and silently fixes a dynamic batch (torch 2.14).
+            torch.onnx.export(
+                module,
+                feeds,
+                buffer,
+                input_names=[i.name for i in graph.inputs],
+                output_names=[o.name for o in graph.outputs],
+                opset_version=OPSET,
+                do_constant_folding=True,
+                dynamo=False,
+            )
+        if buffer.tell() > _MAX_PROTOBUF_BYTES:
+            raise BuildError(f"{graph.name}: an ONNX file holds at most 2 GiB, this graph has {buffer.tell() >> 20} MiB")
+        model = onnx.load_model_from_string(buffer.getvalue())
+    except (RuntimeError, ValueError, TypeError, torch.onnx.errors.OnnxExporterError) as error:
+        raise BuildError(f"{graph.name}: cannot be exported to ONNX ({_first_line(error)})") from error
+    model.producer_name, model.producer_version, model.doc_string = "visionfast", "", ""
+    model.graph.name, model.graph.doc_string = graph.name, ""
+    for node in model.graph.node:
+        node.doc_string = ""
+        del node.metadata_props[:]
+    del model.metadata_props[:]
+    return model
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Without the exporter's own deprecation notice, and the tracer's notes on shapes, which are fixed on purpose."""
+    from torch.jit import TracerWarning
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.|visionfast\.export")
+        warnings.filterwarnings("ignore", category=TracerWarning)
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# ---- checking ---------------------------------------------------------------------------------------------
+
+
+def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
+    """`graph` with the outputs' dtypes as written, after the whole model passed ONNX's strict type inference."""
+    import onnx
+    from onnx import helper
+
+    try:
+        onnx.checker.check_model(model, full_check=True)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise BuildError(f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})") from error
+    outputs = []
+    for spec, value in zip(graph.outputs, inferred.graph.output, strict=True):
+        tensor = value.type.tensor_type
+        shape = tuple(dimension.dim_value for dimension in tensor.shape.dim)
+        dtype = str(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        if value.name != spec.name or shape != spec.shape:
+            raise BuildError(
+                f"{graph.name}: expected the output {spec.name} {spec.shape}, got {value.name} {shape}"
+            )
+        outputs.append(dataclasses.replace(spec, dtype=dtype))
+    return dataclasses.replace(graph, outputs=tuple(outputs))

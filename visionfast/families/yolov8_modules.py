@@ -35,7 +35,7 @@ class BoxDecode(nn.Module):
 
     anchors: torch.Tensor  # (1, 2, A) f32: x, y of each cell's centre, in strides
     strides: torch.Tensor  # (1, 1, A) f32: pixels
-    bins: torch.Tensor  # (1, 1, reg_max, 1) f32
+    bins: torch.Tensor  # (1, reg_max, 1) f32
 
     def __init__(self, size_hw: tuple[int, int], strides: tuple[int, ...], bins: torch.Tensor) -> None:
         super().__init__()
@@ -47,15 +47,16 @@ class BoxDecode(nn.Module):
             steps.append(torch.full((1, h * w), float(stride)))
         self.register_buffer("anchors", torch.cat(centres, 1)[None], persistent=False)
         self.register_buffer("strides", torch.cat(steps, 1)[None], persistent=False)
-        self.register_buffer("bins", bins.reshape(1, 1, -1, 1).float().clone(), persistent=False)
+        self.register_buffer("bins", bins.reshape(1, -1, 1).float().clone(), persistent=False)
 
     def forward(
         self, distances: torch.Tensor, scores: torch.Tensor, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(B, 4·reg_max, A), (B, C, A) logits and (B, M, A) → (B, 4 + C + M, A): cx, cy, w, h, scores, as they were."""
         batch, _, anchors = distances.shape
-        likelihood = distances.view(batch, 4, -1, anchors).softmax(2)
-        sides = (likelihood * self.bins).sum(2)  # (B, 4, A): left, top, right, bottom
+        likelihood = distances.reshape(batch * 4, -1, anchors).softmax(1)  # (B·4, reg_max, A)
+        # A convolution, not a weighted sum: it rounds as the training code's does.
+        sides = nn.functional.conv1d(likelihood, self.bins).view(batch, 4, anchors)  # left, top, right, bottom
         top_left = self.anchors - sides[:, :2]
         bottom_right = self.anchors + sides[:, 2:]
         centre = (top_left + bottom_right) / 2
@@ -159,6 +160,10 @@ def build_blocks(config: YoloConfig, source: str) -> nn.Sequential:
     finally:
         # Releases before 8.4 leave the class attribute at what a configuration's `activation` made it.
         Conv.default_act = default_activation
+    for block in blocks.modules():
+        # C2f has a second forward for exporters: one Split, where chunk() traces as a dozen shape computations.
+        if hasattr(block, "forward_split"):
+            block.forward = block.forward_split
     network: nn.Sequential = blocks.eval()
     return network
 

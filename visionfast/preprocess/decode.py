@@ -2,11 +2,12 @@
 
 The rule, for every kind of input:
 
-- the first frame, turned upright by its EXIF orientation; one that is broken or not 1 to 8 counts as upright;
+- the first frame, turned upright by its EXIF orientation; one that is broken counts as upright;
 - grey is replicated into the three channels; 1-bit is 0 and 255; a palette is looked up;
-- alpha is dropped, not composited: the colour under a transparent pixel is the one that is stored. That is what
-  the networks were trained on (`cv2.imread`), and what GPU decoders give. PNG, WebP, TIFF, palettes with
-  transparency and (H, W, 4) arrays alike; to see an image over a background, composite it before;
+- alpha is composited over white: `colour × alpha + 255 × (1 - alpha)`, rounded half up. The same for PNG,
+  WebP, GIF, TIFF, palettes with transparency, PNG's colour keys and (H, W, 4) arrays. It is the page that the
+  picture was drawn for; dropping alpha, as cv2 does, shows whatever lies under the transparent pixels. (Only
+  the colour key of a 16-bit RGB PNG is ignored: Pillow no longer has the sixteen bits.)
 - 16 bits become 8 by the high byte, `value >> 8`;
 - CMYK becomes RGB as `(255 - C)(255 - K) / 255`, Adobe's inversion taken into account;
 - colour profiles and gamma are ignored: the stored numbers are the pixels;
@@ -27,8 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageFormatError, ImageNotFoundError
-from visionfast.preprocess.decode_reference import DecodeLimits, decode_reference, oriented
+from visionfast.preprocess.decode_reference import decode_reference
 from visionfast.preprocess.formats import read_jpeg_header
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.preprocess.pixels import oriented, over_white
 
 __all__ = ["DecodeLimits", "decode_image", "decode_reference", "read_image_file"]
 
@@ -44,8 +47,8 @@ def decode_image(
     """One image as (H, W, 3) uint8 RGB, C-contiguous, upright.
 
     Args:
-        source: a path, an encoded image, or a uint8 RGB array (H, W), (H, W, 1), (H, W, 3), (H, W, 4). An array
-            is never modified; one that is right already is returned as it is, not copied.
+        source: a path, an encoded image, or a uint8 RGB array (H, W), (H, W, 1), (H, W, 3), (H, W, 4). An
+            array is never modified; one that is right already is returned as it is, not copied.
         limits: what the image may cost.
         name: `ImageError.source` of the errors; otherwise the path, `"bytes"` or `"array"`.
 
@@ -80,7 +83,7 @@ def read_image_file(
     """
     name = name or os.fspath(path)
     try:
-        # Looked at before it is opened: opening a pipe waits for its writer, opening a device may do anything.
+        # Looked at before it is opened: opening a pipe waits for its writer, and a device may do anything.
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             raise ImageNotFoundError(name, "expected an image file, got a directory")
@@ -141,5 +144,7 @@ def _from_array(array: npt.NDArray[Any], limits: DecodeLimits, name: str) -> npt
     limits.check_pixels((array.shape[0], array.shape[1]), name)
     channels = array[:, :, None] if array.ndim == 2 else array
     if channels.shape[2] == 1:
-        return np.repeat(np.asarray(channels), 3, axis=2)
-    return np.ascontiguousarray(channels[:, :, :3])
+        return np.tile(channels, (1, 1, 3))
+    if channels.shape[2] == 4:
+        return over_white(np.asarray(channels))
+    return np.ascontiguousarray(channels)

@@ -50,8 +50,8 @@ _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b
 
 _DAMAGE = "; send a whole file, or allow truncated images"
 
-# A JPEG of millions of tiny segments, or a progressive one of thousands of scans, is valid and takes minutes to
-# walk or to decode. Encoders write about ten scans; the standard's own progression can need a few dozen.
+# A JPEG of millions of tiny segments, or a progressive one of thousands of scans, is valid and takes minutes
+# to walk or to decode. Encoders write about ten scans; the standard's own progression can need a few dozen.
 _MAX_JPEG_SEGMENTS = 10_000
 _MAX_JPEG_SCANS = 100
 
@@ -83,7 +83,7 @@ def sniff(data: bytes, name: str) -> ImageKind:
 
 
 def exif_orientation(exif: bytes) -> int:
-    """The orientation, 1 to 8, of an EXIF block (with or without `Exif\\0\\0` in front); 1 where it says none.
+    """The orientation, 1 to 8, of an EXIF block, with or without `Exif\\0\\0` in front; 1 where it has none.
 
     A block that is broken, or that says something else than 1 to 8, counts as 1: viewers do the same, and
     metadata must not cost the picture. Orientation in XMP is not read, as in OpenCV and DALI.
@@ -183,9 +183,7 @@ def read_jpeg_header(data: bytes, name: str) -> JpegHeader:
         if marker == 0xFE or (0xE1 <= marker <= 0xEF and marker != 0xEE):  # not JFIF, not Adobe
             metadata.append((start, position))
     else:
-        raise ImageFormatError(
-            name, f"the JPEG has more than {_MAX_JPEG_SEGMENTS} segments before its first scan"
-        )
+        raise ImageFormatError(name, f"the JPEG has over {_MAX_JPEG_SEGMENTS} segments before its first scan")
     if frame is None:
         raise ImageFormatError(name, "the JPEG has no frame header before its first scan")
     if progressive and data.count(b"\xff\xda", start) > _MAX_JPEG_SCANS:
@@ -195,10 +193,11 @@ def read_jpeg_header(data: bytes, name: str) -> JpegHeader:
 
 
 def png_essentials(data: bytes, name: str, *, allow_truncated: bool) -> tuple[bytes, tuple[int, int], int]:
-    """A PNG's pixels and nothing else: (the file reduced to IHDR, PLTE, IDAT, IEND; `(H, W)`; orientation).
+    """A PNG's pixels and nothing else: (the file reduced to IHDR, PLTE, tRNS, IDAT and IEND;
+    `(H, W)`; orientation).
 
-    Animation (`acTL`), transparency, colour profiles and text are left out: the rule for pixels ignores them
-    all, and what is not there cannot be a text bomb or a broken profile.
+    Animation (`acTL`), colour profiles and text are left out: the rule for pixels ignores them all, and what
+    is not there cannot be a text bomb or a broken profile.
 
     Raises:
         ImageTruncatedError: the file ends before IEND, or one of those chunks fails its checksum, unless
@@ -219,7 +218,7 @@ def png_essentials(data: bytes, name: str, *, allow_truncated: bool) -> tuple[by
         length = int.from_bytes(data[position : position + 4], "big")
         kind = data[position + 4 : position + 8]
         stop = position + 12 + length
-        if kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
+        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
             whole = stop <= len(data)
             if not allow_truncated and whole:
                 checksum = int.from_bytes(data[stop - 4 : stop], "big")
@@ -256,7 +255,7 @@ def gif_extent_hw(data: bytes, name: str) -> tuple[int, int]:
         left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, position + 1)
     except (struct.error, IndexError):
         raise ImageTruncatedError(
-            name, f"the GIF ends before its first frame, after {len(data)} bytes"
+            name, f"the GIF ends before its first frame, at {len(data)} bytes"
         ) from None
     return max(height, top + frame_height), max(width, left + frame_width)
 
@@ -270,9 +269,7 @@ def webp_canvas_hw(data: bytes, name: str) -> tuple[int, int]:
     """
     declared = int.from_bytes(data[4:8], "little") + 8
     if len(data) < declared or len(data) < 30:
-        raise ImageTruncatedError(
-            name, f"the WebP declares {declared} bytes, got {len(data)}; send a whole file"
-        )
+        raise ImageTruncatedError(name, f"the WebP declares {declared} bytes, got {len(data)}; send it whole")
     chunk = data[12:16]
     if chunk == b"VP8X":
         return int.from_bytes(data[27:30], "little") + 1, int.from_bytes(data[24:27], "little") + 1

@@ -1,0 +1,224 @@
+"""The command line: one function a verb. Heavy imports are inside the verbs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from visionfast._version import __version__
+from visionfast.errors import OptionError, VisionfastError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Vision checkpoints, unchanged, compiled, certified and run as fast as the machine allows.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its folder, or a model's name under engines/.")]
+
+
+def main() -> None:
+    """The entry point: a deliberate error is one line on stderr and exit code 1."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        # With standalone mode off, an exit code comes back as the value.
+        code = app(standalone_mode=False)
+    except VisionfastError as error:
+        if debug:
+            raise
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing half-written is left", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away: nobody is left to be told
+        sys.exit(141)
+    except Exception as error:
+        if debug:
+            raise
+        if _is_usage_error(error):
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _fail(f"{type(error).__name__}: {' '.join(str(error).split())} (a defect of visionfast; --debug shows where)", 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_usage_error(error: Exception) -> bool:
+    """Typer brings its own Click or uses the installed one, by release; both name their usage errors alike."""
+    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"visionfast: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        print(f"visionfast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")] = False,
+) -> None:
+    pass
+
+
+@app.command("fetch")
+def fetch_verb(
+    name: Annotated[Optional[str], typer.Argument(help="A published model; without it, they are listed.")] = None,
+) -> None:
+    """Bring published weights into models/, with a card that says what they are."""
+    from visionfast import render
+    from visionfast.fetch import PUBLISHED, fetch
+
+    if name is None:
+        render.published(PUBLISHED)
+        return
+    with render.download(name) as progress:
+        path = fetch(name, progress=progress)
+    print(path)
+
+
+@app.command("build")
+def build_verb(
+    model: Annotated[str, typer.Option(help="A weights file, or a name under models/.")],
+    backend: Annotated[
+        Optional[str], typer.Option(help="openvino, tensorrt, tensorrt-rtx or torch; default: this machine's best.")
+    ] = None,
+    imgsz: Annotated[
+        Optional[str], typer.Option(help="Input size: 640, or height x width: 384x640. Default: the checkpoint's.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images a call.")] = 1,
+    precision: Annotated[
+        Optional[str], typer.Option(help="fp16 or fp32; bf16 on CPUs that compute it. Default: the backend's.")
+    ] = None,
+    gpu: Annotated[Optional[str], typer.Option(help="GPU generation to build for, ahead of time: sm89.")] = None,
+    images: Annotated[Optional[Path], typer.Option(help="Folder of real images to certify on.")] = None,
+    keep_fp32: Annotated[
+        Optional[str], typer.Option(help="Modules to keep in FP32 in an FP16 graph, with commas between.")
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="The engine's name; default: the weights file's.")] = None,
+    trust_checkpoint: Annotated[
+        bool, typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it.")
+    ] = False,
+) -> None:
+    """Compile a checkpoint into an engine, and certify it against PyTorch."""
+    from visionfast import render
+    from visionfast.artifacts import find_model
+    from visionfast.build import build
+    from visionfast.certify import images_in
+
+    if precision not in (None, "fp32", "fp16", "bf16"):
+        raise OptionError(f"--precision {precision}: expected fp32, fp16 or bf16")
+    weights = find_model(model)
+    with render.stages() as progress:
+        folder, manifest = build(
+            weights,
+            backend=backend,
+            size_hw=_size(imgsz),
+            batch=batch,
+            precision=precision,  # type: ignore[arg-type]
+            gpu=gpu,
+            images=None if images is None else images_in(images),
+            keep_fp32=keep_fp32.split(",") if keep_fp32 else (),
+            trust_checkpoint=trust_checkpoint,
+            name=name,
+            progress=progress,
+        )
+    render.certificate(manifest)
+    print(folder)
+    if manifest.certificate.status == "failed":
+        _fail("the certificate failed: the engine is written, but it does not agree with PyTorch", 1)
+
+
+@app.command("predict")
+def predict_verb(
+    engine: _EngineArgument,
+    sources: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look at.")],
+    save: Annotated[Optional[Path], typer.Option(help="Folder for annotated pictures.")] = None,
+    json: Annotated[Optional[str], typer.Option(help="File for one JSON line an image; - is stdout.")] = None,
+    conf: Annotated[float, typer.Option(help="Objects above this confidence.")] = 0.25,
+    iou: Annotated[float, typer.Option(help="Overlap above which the less confident box goes.")] = 0.7,
+    max_det: Annotated[int, typer.Option(help="Objects an image at most.")] = 300,
+    classes: Annotated[Optional[str], typer.Option(help="Only these, names or ids with commas between.")] = None,
+    class_agnostic: Annotated[
+        bool, typer.Option("--class-agnostic", help="Boxes of different classes suppress one another too.")
+    ] = False,
+    threads: Annotated[Optional[int], typer.Option(help="Processors to use; default: all there are.")] = None,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
+    ] = False,
+) -> None:
+    """Answer images: a line each, and JSON and annotated pictures on request. Exit code 1 if any was bad."""
+    from visionfast.pipeline import open_engine
+    from visionfast.predict import expand, run
+    from visionfast.preprocess.decode import DecodeLimits
+
+    paths = expand(sources)
+    detector = open_engine(
+        engine,
+        threads=threads,
+        conf=conf,
+        iou=iou,
+        max_det=max_det,
+        classes=[part.strip() for part in classes.split(",")] if classes else None,
+        class_agnostic=class_agnostic,
+        limits=DecodeLimits(allow_truncated=allow_truncated),
+    )
+    with detector:
+        bad = run(detector, paths, save=save, json_to=json)
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_verb() -> None:
+    """Models, engines and pipelines that are here, and whether each can run on this machine."""
+    from visionfast import render
+
+    render.inventory()
+
+
+@app.command("show")
+def show_verb(engine: _EngineArgument) -> None:
+    """An engine's manifest and certificate."""
+    from visionfast import render
+    from visionfast.artifacts import find_engine, read_manifest
+
+    folder = find_engine(engine)
+    render.manifest(folder, read_manifest(folder, verify=True))
+
+
+@app.command("doctor")
+def doctor_verb() -> None:
+    """What this machine has, which backends work, and what to install."""
+    from visionfast import render
+
+    render.doctor()
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """`640` or `384x640` (height x width) → (h, w) pixels."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise OptionError(f"--imgsz {text}: expected a number of pixels, or height x width, such as 384x640")
+    return int(parts[0]), int(parts[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What the command line shows: tables and progress, by rich. Results go to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from visionfast import artifacts, machine
+from visionfast.backends import BACKENDS, get_backend
+from visionfast.errors import BackendError, VisionfastError
+from visionfast.fetch import Published
+from visionfast.types import EngineManifest
+
+__all__ = ["certificate", "doctor", "download", "inventory", "manifest", "published", "stages"]
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """A spinner with the stage's name; a line a stage where nobody watches."""
+    if not _err.is_terminal:
+        yield lambda stage: _err.print(escape(stage))
+        return
+    with _err.status("starting") as status:
+        yield lambda stage: status.update(escape(stage))
+
+
+@contextlib.contextmanager
+def download(name: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=_err, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def published(models: Mapping[str, Published]) -> None:
+    table = Table("name", "what it is", "licence", box=None)
+    for name, source in models.items():
+        table.add_row(name, source.about, source.license)
+    _out.print(table)
+
+
+def certificate(manifest: EngineManifest) -> None:
+    """The certificate as a small table: measured, allowed, verdict."""
+    proof = manifest.certificate
+    if proof.status not in ("passed", "failed"):
+        _out.print(f"certificate: {proof.status} (this machine cannot run {manifest.backend} for {manifest.device})")
+        return
+    colour = "green" if proof.status == "passed" else "red"
+    images = len([entry for entry in proof.images if "error" not in entry])
+    _out.print(f"certificate: [{colour}]{proof.status}[/] on {images} images, against {proof.reference}")
+    table = Table("measure", "measured", "allowed", box=None)
+    for name, value in proof.measures.items():
+        if name == "images":
+            continue
+        bound = proof.tolerances.get(name)
+        allowed = "" if bound is None else f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
+        table.add_row(name.replace("_", " "), f"{value:.5g}", allowed)
+    _out.print(table)
+    for entry in proof.images:
+        if "error" in entry:
+            _out.print(f"left out: {escape(str(entry['file']))}: {escape(str(entry['error']))}")
+
+
+def manifest(folder: Path, engine: EngineManifest) -> None:
+    spec = engine.spec
+    table = Table(box=None, show_header=False)
+    h, w = spec.preprocess.size_hw
+    names = ", ".join(spec.class_names[:8]) + (f", … ({len(spec.class_names)})" if len(spec.class_names) > 8 else "")
+    rows = {
+        "engine": str(folder),
+        "model": f"{spec.architecture} ({spec.task}), weights sha256 {engine.weights_sha256[:16]}…",
+        "licence": spec.license or "not stated in the checkpoint",
+        "classes": names,
+        "input": f"{spec.batch} × {h}×{w}, " + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
+        "output": ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].outputs),
+        "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}",
+        "kept in FP32": ", ".join(engine.keep_fp32) or "—",
+        "files": ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in engine.sha256),
+        "built": f"{engine.created} by visionfast {engine.visionfast_version}",
+        "runs here": _runs_here(engine) or "yes",
+    }
+    for key, value in rows.items():
+        table.add_row(key, escape(value))
+    _out.print(table)
+    certificate(engine)
+
+
+def _runs_here(engine: EngineManifest) -> str:
+    """Why not; empty when it does."""
+    try:
+        get_backend(engine.backend).check_runnable(engine)
+    except VisionfastError as error:
+        return f"no: {error}"
+    return ""
+
+
+def inventory() -> None:
+    models = artifacts.model_files()
+    table = Table("model", "size", "licence", title="models", title_justify="left", box=None)
+    for path in models:
+        table.add_row(escape(str(path)), f"{path.stat().st_size / 1e6:.1f} MB", escape(_card(path).get("license", "")))
+    _out.print(table if models else f"no models under {artifacts.models_home()}; `visionfast fetch` brings one")
+
+    folders = artifacts.engine_folders()
+    table = Table("engine", "model", "certificate", "runs here", title="engines", title_justify="left", box=None)
+    for folder in folders:
+        try:
+            engine = artifacts.read_manifest(folder)
+        except VisionfastError as error:
+            table.add_row(escape(str(folder)), "", "", escape(f"no: {error}"))
+            continue
+        runs = _runs_here(engine) or "yes"
+        table.add_row(escape(str(folder)), engine.spec.architecture, engine.certificate.status, escape(runs))
+    _out.print(table if folders else f"no engines under {artifacts.engines_home()}; `visionfast build` makes one")
+
+    root = artifacts.pipelines_home()
+    pipelines = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    for path in pipelines:
+        _out.print(f"pipeline {escape(str(path))}")
+    if not pipelines:
+        _out.print(f"no pipelines under {root}")
+
+
+def _card(path: Path) -> dict[str, str]:
+    try:
+        card = json.loads((path.parent / "card.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return card if isinstance(card, dict) else {}
+
+
+def doctor() -> None:
+    flags = machine.cpu_flags()
+    fast = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_bf16", "amx_int8") if name in flags]
+    _out.print(f"CPU      {machine.cpu_name()}, {machine.usable_cpus()} usable, {' '.join(fast) or 'no wide vectors'}")
+    for gpu in machine.gpus():
+        _out.print(f"GPU {gpu.index}    {gpu.name} ({gpu.sm})")
+    if not machine.gpus():
+        _out.print("GPU      none with an NVIDIA driver")
+    _out.print(f"Python   {platform.python_version()}, {platform.system()} {platform.machine()}")
+    table = Table("backend", "version", "builds here", "runs here", "precisions", "what is missing", box=None)
+    for name in BACKENDS:
+        try:
+            state = get_backend(name).availability()
+        except BackendError as error:
+            table.add_row(name, "", "no", "no", "", escape(str(error)))
+            continue
+        marks = ["yes" if able else "no" for able in (state.can_build, state.can_run)]
+        table.add_row(name, state.version or "—", *marks, " ".join(state.precisions), escape(state.reason))
+    _out.print(table)
+    if "amx_bf16" in flags:
+        _out.print("This CPU has AMX: `visionfast build … --precision bf16` is worth a try; its certificate says the price.")

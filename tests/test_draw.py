@@ -76,7 +76,7 @@ def test_labels_stay_inside(image_hw: tuple[int, int], corner: tuple[int, int]) 
         left, top = round(x * (width - width // 40)), round(y * (height - height // 40))
         box = (left, top, left + width // 40, top + height // 40)
         drawn = draw(_grey(image_hw), _detections([box], image_hw), ["a name of some length"])
-        return int((drawn == 255).all(axis=-1).sum())
+        return int((drawn.min(axis=-1) > 150).sum())
 
     assert white_pixels(*corner) == white_pixels(0.5, 0.5) > 100
 

@@ -113,19 +113,13 @@ def _compile(
         for graph in model.spec.graphs:
             progress(f"exporting {graph.name}")
             onnx_path = Path(scratch) / f"{graph.name}.onnx"
-            tail = model.fp32_tail.get(graph.name, ())
-            exported = export_onnx(
-                model.graphs[graph.name],
-                graph,
-                onnx_path,
-                precision=graph_precision,
-                fp32_tail=tail,
-                keep_fp32=keep_fp32,
-            )
+            module = model.modules[graph.name]
+            islands = (*model.fp32_islands.get(graph.name, ()), *keep_fp32)
+            exported = export_onnx(module, graph, onnx_path, precision=graph_precision, keep_fp32=islands)
             onnx_hashes[graph.name] = artifacts.sha256_file(onnx_path)
             progress(f"compiling {graph.name} with {backend.name}")
             request = CompileRequest(
-                exported, onnx_path, model.graphs[graph.name], model.spec.preprocess, precision, device, folder
+                exported, onnx_path, module, model.spec.preprocess, precision, device, folder
             )
             compiled = backend.compile(request)
             graphs.append(compiled.graph)
@@ -141,7 +135,7 @@ def _compile(
         sha256=hashes,
         onnx_sha256=onnx_hashes,
         weights_sha256=weights_sha256,
-        keep_fp32=(*(name for names in model.fp32_tail.values() for name in names), *keep_fp32)
+        keep_fp32=(*(name for names in model.fp32_islands.values() for name in names), *keep_fp32)
         if graph_precision == "fp16"
         else (),
         certificate=Certificate("not yet run on a device"),

@@ -72,7 +72,7 @@ def certify(model: LoadedModel, runner: Runner, images: Sequence[Path], *, preci
     graph = model.spec.graphs[0]
     kind = Segmenter if model.spec.task == "segment" else Detector
     engine = _Recorder(runner)
-    eager = _Recorder(TorchRunner(model.graphs[graph.name], graph))
+    eager = _Recorder(TorchRunner(model.modules[graph.name], graph))
     entries: list[dict[str, Any]] = []
     measured: list[dict[str, float]] = []
     with kind(model.spec, eager, conf=_CONF) as reference:

@@ -1,7 +1,8 @@
 """An eager module → one fixed-shape ONNX file with its precision written into it.
 
-TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the graph:
-in a half-precision graph the weights are float16, and casts stand before and after the modules that stay FP32.
+TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the
+graph: in a half-precision graph the weights are float16, and casts stand before and after the modules that
+    stay FP32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["OPSET", "export_onnx", "half_precision"]
 
-OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
+OPSET = (
+    17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
+)
 _MAX_PROTOBUF_BYTES = (1 << 31) - 1
 
 
@@ -34,8 +37,8 @@ def export_onnx(
 ) -> GraphSpec:
     """Writes `module` to `path`, for exactly the shapes of `graph`.
 
-    The same weights and options give the same bytes. The caller's module is not changed. `bf16` is no precision of
-    a graph here (OpenVINO chooses it when it runs): it writes the FP32 graph.
+    The same weights and options give the same bytes. The caller's module is not changed. `bf16` is no
+    precision of a graph here (OpenVINO chooses it when it runs): it writes the FP32 graph.
 
     Args:
         module: float32, in eval mode, on the CPU.
@@ -45,8 +48,8 @@ def export_onnx(
         keep_fp32: dotted paths of submodules that stay FP32, with all that is below them, in an `fp16` graph.
 
     Returns:
-        The graph with the dtypes as written. In an `fp16` graph the inputs are float16, and so are the outputs that
-        do not come straight out of a module that stays FP32.
+        The graph with the dtypes as written. In an `fp16` graph the inputs are float16, and so are the
+        outputs that do not come straight out of a module that stays FP32.
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
@@ -141,7 +144,9 @@ def _islands(network: nn.Module, keep_fp32: Sequence[str]) -> list[nn.Module]:
             raise OptionError(
                 f"keep_fp32: there is no module {path!r}; expected a dotted path such as {', '.join(near[:8])}"
             )
-    outermost = [p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)]
+    outermost = [
+        p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)
+    ]
     called: list[nn.Module] = []
     waiting = [paths[p] for p in outermost]
     while waiting:
@@ -189,7 +194,9 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
                 dynamo=False,
             )
         if buffer.tell() > _MAX_PROTOBUF_BYTES:
-            raise BuildError(f"{graph.name}: an ONNX file holds at most 2 GiB, this graph has {buffer.tell() >> 20} MiB")
+            raise BuildError(
+                f"{graph.name}: an ONNX file holds at most 2 GiB, this graph has {buffer.tell() >> 20} MiB"
+            )
         model = onnx.load_model_from_string(buffer.getvalue())
     except (RuntimeError, ValueError, TypeError, torch.onnx.errors.OnnxExporterError) as error:
         raise BuildError(f"{graph.name}: cannot be exported to ONNX ({_first_line(error)})") from error
@@ -229,7 +236,9 @@ def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
         onnx.checker.check_model(model, full_check=True)
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise BuildError(f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})") from error
+        raise BuildError(
+            f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})"
+        ) from error
     outputs = []
     for spec, value in zip(graph.outputs, inferred.graph.output, strict=True):
         tensor = value.type.tensor_type

@@ -1,15 +1,17 @@
 """The names that a weights file may mention.
 
-None of them is ever imported on the file's word (see `visionfast.checkpoint.pickled`): the list is there so that a
-file which asks for anything else is refused and named, instead of being read as if it were harmless. What real
-files carry, and why it is here:
+None of them is ever imported on the file's word (see `visionfast.checkpoint.pickled`): the list is there so
+that a file which asks for anything else is refused and named, instead of being read as if it were harmless.
+What real files carry, and why it is here:
 
 - tensors and what they are made of: storages, dtypes, `torch.Size`, the rebuild functions;
-- layers: a YOLO checkpoint pickles its whole module tree, so classes of `torch.nn.modules` and `ultralytics.nn`;
-- a training run's left-overs, which nobody reads: loss objects, option namespaces, paths, dates, NumPy scalars.
+- layers: a YOLO checkpoint pickles its whole module tree, so classes of `torch.nn.modules` and
+  `ultralytics.nn`;
+- a training run's left-overs, which nobody reads: loss objects, option namespaces, paths, dates, NumPy
+  scalars.
 
-Functions are not classes: `ultralytics.nn.tasks.DetectionModel` is on the list, `…tasks.attempt_load_weights` or
-`ultralytics.utils.downloads.safe_download` are not.
+Functions are not classes: `ultralytics.nn.tasks.DetectionModel` is on the list, `…tasks.attempt_load_weights`
+or `ultralytics.utils.downloads.safe_download` are not.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import re
 
 __all__ = ["DTYPE_OF_STORAGE", "REBUILD_TENSOR", "is_allowed"]
 
-# Storage class → the dtype of its elements, by torch's name. Quantised and complex storages: no weights that are
-# read here have them.
+# Storage class → the dtype of its elements, by torch's name. Quantised and complex storages: no weights that
+# are read here have them.
 DTYPE_OF_STORAGE = {
     "torch.FloatStorage": "float32",
     "torch.HalfStorage": "float16",
@@ -71,7 +73,8 @@ _PATTERNS = re.compile(
             r"ultralytics\.(?:yolo\.)?utils\.IterableSimpleNamespace",
             rf"ultralytics\.(?:yolo\.)?utils\.(?:loss|tal)\.{_CLASS}",
             r"ultralytics\.yolo\.v8\.\w+\.train\.\w*Loss",
-            # The yolov5 repository's: so that such a file can be told what it is, rather than that it is unsafe.
+            # The yolov5 repository's: so that such a file can be told what it is, rather than that it is
+            # unsafe.
             rf"models\.(?:yolo|common|experimental)\.{_CLASS}",
             r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path",
             r"numpy\.(?:bool_?|u?int(?:8|16|32|64)|float(?:16|32|64))",

@@ -66,8 +66,8 @@ class TorchArchive:
             )
         if len(names) != len(entries):
             raise self._damaged("two entries have one name")
-        # torch.save stores without compression. So nothing here can unpack to more than the file itself holds, not
-        # even by entries that lie on top of each other.
+        # torch.save stores without compression. So nothing here can unpack to more than the file itself
+        # holds, not even by entries that lie on top of each other.
         file_bytes = file.seek(0, 2)
         if any(e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries):
             raise self._damaged("its entries are compressed, which torch.save never does")

@@ -1,7 +1,7 @@
 """From what a weights file holds to a flat state dict and plain metadata.
 
-Three layouts: a training checkpoint (`{"model": <module tree>, "ema": …, "train_args": …}`), a pickled module by
-itself, and a state dict, bare or under one of the usual keys.
+Three layouts: a training checkpoint (`{"model": <module tree>, "ema": …, "train_args": …}`), a pickled module
+by itself, and a state dict, bare or under one of the usual keys.
 """
 
 from __future__ import annotations

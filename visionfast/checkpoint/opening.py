@@ -50,8 +50,8 @@ class Checkpoint:
         sha256: of the whole file.
         state_dict: parameter name → CPU tensor, as stored (YOLO files store float16).
         metadata: what the file says about itself, as plain values. Of an ultralytics checkpoint: `yaml` (the
-            architecture), `names`, `stride`, `nc`, `task`, `args`, `train_args`, `license`, `version`, `date`,
-            `model_class`, `batch_norm_eps`. All of it is the file's word: check before use.
+            architecture), `names`, `stride`, `nc`, `task`, `args`, `train_args`, `license`, `version`,
+            `date`, `model_class`, `batch_norm_eps`. All of it is the file's word: check before use.
     """
 
     path: Path
@@ -104,7 +104,7 @@ def _read(
         raise CheckpointError(f"{source}: empty: {_EXPECTED}")
     if _is_safetensors(head):
         return _read_safetensors(path)
-    is_pickle = head.startswith(b"\x80") and head[1] <= 5
+    is_pickle = head.startswith(b"\x80") and head[1:2] <= b"\x05"
     if trust and (head.startswith(_ZIP) or is_pickle):
         return from_objects(_unpickle_trusted(file, source), source)
     if head.startswith(_ZIP):

@@ -1,12 +1,13 @@
 """A pickle, read as data: nothing that it names is imported, looked up, called or built.
 
 A pickle is a program for a stack machine whose instructions GLOBAL, REDUCE, NEWOBJ and BUILD import, call and
-mutate what they name. Here those four only make records (`Global`, `Inert`), so reading a hostile file cannot do
-more than reading a JPEG can. On top of that an allow-list says which names a checkpoint may mention at all.
+mutate what they name. Here those four only make records (`Global`, `Inert`), so reading a hostile file cannot
+do more than reading a JPEG can. On top of that an allow-list says which names a checkpoint may mention at
+all.
 
-Why not `torch.load(weights_only=True)` with the model's classes made safe: its allow-list is one set for the whole
-process, which other threads share and which ultralytics fills with its real classes (`_SafeLoad`, 8.4), so that a
-stand-in for `ultralytics.nn.tasks.DetectionModel` would be replaced by the class itself.
+Why not `torch.load(weights_only=True)` with the model's classes made safe: its allow-list is one set for the
+whole process, which other threads share and which ultralytics fills with its real classes (`_SafeLoad`, 8.4),
+so that a stand-in for `ultralytics.nn.tasks.DetectionModel` would be replaced by the class itself.
 
 The instructions are decoded by the standard library's `pickletools.genops`, which executes nothing.
 """
@@ -79,8 +80,8 @@ def read_pickle(
         data: the whole pickle; protocols 2 to 5.
         source: what messages call the file.
         is_allowed: whether a global may be mentioned.
-        make: called as `make(name, args)` where the pickle would call `name(*args)`. It must not call anything
-            that it is given.
+        make: called as `make(name, args)` where the pickle would call `name(*args)`. It must not call
+            anything that it is given.
         persistent: what a persistent id stands for.
 
     Raises:
@@ -208,8 +209,8 @@ class _Machine:
                 stack.append(self._record_call(called, args))
             case "BUILD":
                 state = stack.pop()
-                # An OrderedDict's attributes (a state dict's `_metadata`) are of no use here, and no other made
-                # value takes a state.
+                # An OrderedDict's attributes (a state dict's `_metadata`) are of no use here, and no other
+                # made value takes a state.
                 if isinstance(stack[-1], Inert):
                     stack[-1].state = state
             case _:

@@ -24,8 +24,8 @@ _DEFAULT_SIZE = 640
 _MAX_SIZE = 8192
 _MAX_BATCH = 1024
 _MAX_NAME = 200
-# `model.0.conv.weight` in a checkpoint; `0.…` from the bare blocks, `model.model.0.…` from ultralytics' wrapper,
-# `module.…` from data-parallel training.
+# `model.0.conv.weight` in a checkpoint; `0.…` from the bare blocks, `model.model.0.…` from ultralytics'
+# wrapper, `module.…` from data-parallel training.
 _KEY = re.compile(r"(?:module\.)?(?:model\.)*(\d+\..+)", re.ASCII)
 
 
@@ -108,7 +108,9 @@ def _task(keys: Any) -> str:
 
 def _is_end_to_end(checkpoint: Checkpoint, keys: Any) -> bool:
     yaml = checkpoint.metadata.get("yaml")
-    return any(".one2one_cv" in key for key in keys) or bool(isinstance(yaml, Mapping) and yaml.get("end2end"))
+    return any(".one2one_cv" in key for key in keys) or bool(
+        isinstance(yaml, Mapping) and yaml.get("end2end")
+    )
 
 
 # ---- the network ------------------------------------------------------------------------------------------
@@ -208,7 +210,9 @@ def _class_names(raw: Any, num_classes: int, source: str) -> tuple[str, ...]:
         return tuple(f"class_{i}" for i in range(num_classes))
     pairs = dict(enumerate(raw)) if isinstance(raw, (list, tuple)) else raw
     if not isinstance(pairs, Mapping):
-        raise CheckpointError(f"{source}: its class names are a {type(raw).__name__}; expected names by number")
+        raise CheckpointError(
+            f"{source}: its class names are a {type(raw).__name__}; expected names by number"
+        )
     by_id = {int(key) if str(key).isdecimal() else -1: value for key, value in pairs.items()}
     if sorted(by_id) != list(range(num_classes)):
         raise CheckpointError(

@@ -1,8 +1,9 @@
 """A YOLO architecture as data: read strictly from a checkpoint's `yaml`, or found by the tensors' shapes.
 
-ultralytics' `parse_model` evaluates parts of its configuration (`activation` is passed to `eval`, module names are
-looked up, string arguments are searched among the local variables). A checkpoint's configuration comes from an
-untrusted file, so a new one is written here from what passes an allow-list, and nothing else reaches ultralytics.
+ultralytics' `parse_model` evaluates parts of its configuration (`activation` is passed to `eval`, module
+names are looked up, string arguments are searched among the local variables). A checkpoint's configuration
+comes from an untrusted file, so a new one is written here from what passes an allow-list, and nothing else
+reaches ultralytics.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def read_config(raw: object, source: str) -> YoloConfig:
     if not isinstance(raw, Mapping):
         raise _bad(source, f"its architecture is a {type(raw).__name__}, not a mapping")
     if raw.get("end2end"):
-        raise UnsupportedModelError(f"{source}: an end-to-end (NMS-free) head is not handled; expected YOLOv8 or 11")
+        raise UnsupportedModelError(
+            f"{source}: an end-to-end (NMS-free) head is not handled; expected YOLOv8 or 11"
+        )
     channels = raw.get("channels", raw.get("ch", 3))
     if channels != 3:
         raise UnsupportedModelError(f"{source}: takes {printable(channels)} channels; expected 3 (RGB)")
@@ -186,7 +189,9 @@ def _layers(raw: object, start: int, source: str, part: str) -> Iterator[list[An
         if not 1 <= len(sources) <= 16:
             raise _bad(source, f"layer {index} has {len(sources)} inputs")
         # -1 is the layer before; the first layer's is the image.
-        checked = [_integer(i, -max(index, 1), max(index - 1, -1), source, f"layer {index}'s input") for i in sources]
+        checked = [
+            _integer(i, -max(index, 1), max(index - 1, -1), source, f"layer {index}'s input") for i in sources
+        ]
         yield [
             checked if isinstance(inputs, (list, tuple)) else checked[0],
             _integer(repeats, 1, _MAX_REPEATS, source, f"layer {index}'s repeats"),

@@ -1,7 +1,7 @@
 """The network as a module: ultralytics rebuilds its blocks, the rest is ours.
 
-ultralytics is AGPL-3.0; it is imported inside functions only, and used for one thing: `parse_model`, which turns a
-(checked) configuration into the blocks that the checkpoint's weights belong to.
+ultralytics is AGPL-3.0; it is imported inside functions only, and used for one thing: `parse_model`, which
+turns a (checked) configuration into the blocks that the checkpoint's weights belong to.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class BoxDecode(nn.Module):
     """From the head's raw outputs to boxes in pixels and scores. Stays FP32 in every graph: FP16's spacing is
     0.5 px at 640.
 
-    The distances to a box's four sides are the expectation over `reg_max` bins (Distribution Focal Loss, Li et al.,
-    arXiv:2006.04388), in units of the level's stride, from the centre of the anchor's cell. The order of the
-    operations is that of the training code, so that both round alike.
+    The distances to a box's four sides are the expectation over `reg_max` bins (Distribution Focal Loss, Li
+    et al., arXiv:2006.04388), in units of the level's stride, from the centre of the anchor's cell. The order
+    of the operations is that of the training code, so that both round alike.
     """
 
     anchors: torch.Tensor  # (1, 2, A) f32: x, y of each cell's centre, in strides
@@ -56,7 +56,9 @@ class BoxDecode(nn.Module):
         batch, _, anchors = distances.shape
         likelihood = distances.reshape(batch * 4, -1, anchors).softmax(1)  # (B·4, reg_max, A)
         # A convolution, not a weighted sum: it rounds as the training code's does.
-        sides = nn.functional.conv1d(likelihood, self.bins).view(batch, 4, anchors)  # left, top, right, bottom
+        sides = nn.functional.conv1d(likelihood, self.bins).view(
+            batch, 4, anchors
+        )  # left, top, right, bottom
         top_left = self.anchors - sides[:, :2]
         bottom_right = self.anchors + sides[:, 2:]
         centre = (top_left + bottom_right) / 2
@@ -68,8 +70,8 @@ class BoxDecode(nn.Module):
 class YoloGraph(nn.Module):
     """Images to predictions: the checkpoint's own convolutions, then `BoxDecode`.
 
-    `images` (B, 3, h, w) float32 → `predictions` (B, 4 + C + M, A) float32, and for segmentation also `prototypes`
-    (B, M, h / 4, w / 4) float32.
+    `images` (B, 3, h, w) float32 → `predictions` (B, 4 + C + M, A) float32, and for segmentation also
+    `prototypes` (B, M, h / 4, w / 4) float32.
     """
 
     def __init__(self, blocks: nn.Sequential, size_hw: tuple[int, int], strides: tuple[int, ...]) -> None:
@@ -77,7 +79,8 @@ class YoloGraph(nn.Module):
         head: Any = blocks[-1]
         self.blocks = blocks
         self.decode = BoxDecode(size_hw, strides, head.dfl.conv.weight.detach())
-        # Plain attributes of the blocks, read once: where each takes its input from, and which outputs are read later.
+        # Plain attributes of the blocks, read once: where each takes its input from, and which outputs are
+        # read later.
         self._inputs: tuple[int | tuple[int, ...], ...] = tuple(
             block.f if isinstance(block.f, int) else tuple(block.f) for block in blocks
         )
@@ -154,14 +157,23 @@ def build_blocks(config: YoloConfig, source: str) -> nn.Sequential:
     try:
         with _quiet_ultralytics(), torch.device("meta"):
             blocks, _saved = tasks.parse_model(copy.deepcopy(dict(config.yaml)), ch=3, verbose=False)
-    except (ValueError, TypeError, IndexError, KeyError, AssertionError, RuntimeError, AttributeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AssertionError,
+        RuntimeError,
+        AttributeError,
+    ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{source}: its architecture cannot be built ({reason})") from error
     finally:
         # Releases before 8.4 leave the class attribute at what a configuration's `activation` made it.
         Conv.default_act = default_activation
     for block in blocks.modules():
-        # C2f has a second forward for exporters: one Split, where chunk() traces as a dozen shape computations.
+        # C2f has a second forward for exporters: one Split, where chunk() traces as a dozen shape
+        # computations.
         if hasattr(block, "forward_split"):
             block.forward = block.forward_split
     network: nn.Sequential = blocks.eval()
@@ -199,13 +211,19 @@ def without_batch_norm(blocks: nn.Sequential, weights: Mapping[str, torch.Tensor
     """The blocks of a checkpoint whose batch norms were folded already: convolutions with a bias and no norm."""
     for name, block in blocks.named_modules():
         conv = getattr(block, "conv", None)
-        if isinstance(conv, nn.Conv2d) and f"{name}.conv.bias" in weights and f"{name}.bn.weight" not in weights:
+        if (
+            isinstance(conv, nn.Conv2d)
+            and f"{name}.conv.bias" in weights
+            and f"{name}.bn.weight" not in weights
+        ):
             conv.bias = nn.Parameter(torch.empty(conv.out_channels, device="meta"))
             block.bn = nn.Identity()
     return blocks
 
 
-def load_weights(blocks: nn.Sequential, weights: Mapping[str, torch.Tensor], eps: float = _BATCH_NORM_EPS) -> None:
+def load_weights(
+    blocks: nn.Sequential, weights: Mapping[str, torch.Tensor], eps: float = _BATCH_NORM_EPS
+) -> None:
     """Gives the blocks their weights in FP32 and folds batch norm into the convolutions. All keys must match."""
     full = {
         name: weights[name].float() if name in weights else torch.zeros((), dtype=torch.long)
@@ -230,7 +248,9 @@ def level_strides(blocks: nn.Sequential, source: str) -> tuple[int, ...]:
             features = _features(blocks, inputs, _kept_outputs(inputs), probe)
         sizes = [tuple(f.shape[-2:]) for f in features]
     except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{source}: its layers do not fit together ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{source}: its layers do not fit together ({str(error).splitlines()[0]})"
+        ) from error
     strides = tuple(_PROBE_SIZE // max(h, 1) for h, _ in sizes)
     if any((h * s, w * s) != (_PROBE_SIZE, _PROBE_SIZE) for (h, w), s in zip(sizes, strides, strict=True)):
         raise CheckpointError(f"{source}: its levels' sizes {sizes} are not whole fractions of {_PROBE_SIZE}")

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageFormatError, ImageNotFoundError
-from visionfast.preprocess.decode_reference import decode_reference
+from visionfast.preprocess.reference_decode import decode_reference
 from visionfast.preprocess.formats import read_jpeg_header
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.pixels import oriented, over_white
@@ -129,8 +129,7 @@ def _turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.u
     import cv2
 
     turns = {3: cv2.ROTATE_180, 6: cv2.ROTATE_90_CLOCKWISE, 8: cv2.ROTATE_90_COUNTERCLOCKWISE}
-    turned: npt.NDArray[np.uint8] = cv2.rotate(pixels, turns[orientation])
-    return turned
+    return np.ascontiguousarray(cv2.rotate(pixels, turns[orientation]), dtype=np.uint8)
 
 
 def _from_array(array: npt.NDArray[Any], limits: DecodeLimits, name: str) -> npt.NDArray[np.uint8]:

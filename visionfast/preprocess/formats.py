@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 from visionfast.errors import ImageFormatError, ImageTruncatedError
 
 __all__ = [
+    "DAMAGE_REMEDY",
     "ImageKind",
     "JpegHeader",
     "exif_orientation",
@@ -48,7 +49,7 @@ _SIGNATURES: tuple[tuple[bytes, ImageKind], ...] = (
 _AVIF_BRANDS = (b"avif", b"avis")
 _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 
-_DAMAGE = "; send a whole file, or allow truncated images"
+DAMAGE_REMEDY = "; send a whole file, or allow truncated images"
 
 # A JPEG of millions of tiny segments, or a progressive one of thousands of scans, is valid and takes minutes
 # to walk or to decode. Encoders write about ten scans; the standard's own progression can need a few dozen.
@@ -224,14 +225,16 @@ def png_essentials(data: bytes, name: str, *, allow_truncated: bool) -> tuple[by
                 checksum = int.from_bytes(data[stop - 4 : stop], "big")
                 if zlib.crc32(view[position + 4 : stop - 4]) != checksum:
                     word = kind.decode("ascii")
-                    raise ImageTruncatedError(name, f"the PNG's {word} chunk fails its checksum{_DAMAGE}")
+                    raise ImageTruncatedError(
+                        name, f"the PNG's {word} chunk fails its checksum{DAMAGE_REMEDY}"
+                    )
             kept.append(data[position:stop])
             complete = kind == b"IEND" and whole
         elif kind == b"eXIf":
             orientation = exif_orientation(data[position + 8 : stop - 4])
         position = stop
     if not complete and not allow_truncated:
-        raise ImageTruncatedError(name, f"the PNG ends after {len(data)} bytes, without IEND{_DAMAGE}")
+        raise ImageTruncatedError(name, f"the PNG ends after {len(data)} bytes, without IEND{DAMAGE_REMEDY}")
     return b"".join(kept), (height, width), orientation
 
 

@@ -71,7 +71,7 @@ def over_white(rgba: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """(H, W, 4) → (H, W, 3) uint8: `colour × alpha + white × (1 - alpha)`, rounded half up."""
     alpha = rgba[:, :, 3:].astype(np.uint32)
     mixed = rgba[:, :, :3] * alpha + _WHITE * (255 - alpha)
-    return ((2 * mixed + 255) // 510).astype(np.uint8)
+    return np.ascontiguousarray((2 * mixed + 255) // 510, dtype=np.uint8)
 
 
 def oriented(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from visionfast.errors import ImageError, ImageFormatError, ImageTooLargeError, ImageTruncatedError
 from visionfast.preprocess.formats import (
+    DAMAGE_REMEDY,
     ImageKind,
     exif_orientation,
     gif_extent_hw,
@@ -62,7 +63,7 @@ def decode_reference(
         data = header.without_metadata(data)
         damage = _jpeg_damage(data, "CMYK" if header.components == 4 else "RGB")
         if damage and not limits.allow_truncated:
-            raise ImageTruncatedError(name, f"the JPEG is cut short or damaged: {damage}")
+            raise ImageTruncatedError(name, f"the JPEG is cut short or damaged: {damage}{DAMAGE_REMEDY}")
         if damage and header.ordinary:
             return oriented(_concealed_jpeg(data, name), orientation)
     elif kind == "PNG":
@@ -204,7 +205,7 @@ def _load(image: ImageFile.ImageFile, name: str, *, allow_truncated: bool) -> bo
             with contextlib.suppress(Exception):
                 image.load()
                 return False
-        reason = f"the {image.format} is cut short or damaged: {_one_line(error)}"
+        reason = f"the {image.format} is cut short or damaged: {_one_line(error)}{DAMAGE_REMEDY}"
         raise ImageTruncatedError(name, reason) from None
     return True
 

@@ -19,7 +19,9 @@ def _shared_data() -> Path | None:
 def shared_data() -> Path:
     folder = _shared_data()
     if folder is None:
-        pytest.skip("real weights and pictures are not here: set VISIONFAST_TEST_DATA to the folder that holds them")
+        pytest.skip(
+            "real weights and pictures are not here: set VISIONFAST_TEST_DATA to the folder that holds them"
+        )
     return folder
 
 

@@ -156,7 +156,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     origin = get_origin(kind)
     if kind is Any:
         return value
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ManifestError(f"{where}: expected an object, got {type(value).__name__}")
         hints = get_type_hints(kind)
@@ -275,8 +275,10 @@ def find_model(reference: str) -> Path:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise ArtifactError(f"{reference}: {len(matches)} files have that name; give one of the paths: "
-                                + ", ".join(map(str, matches)))
+            raise ArtifactError(
+                f"{reference}: {len(matches)} files have that name; give one of the paths: "
+                + ", ".join(map(str, matches))
+            )
     here = ", ".join(p.parent.name if p.parent != models_home() else p.name for p in model_files()) or "nothing yet"
     raise ArtifactError(
         f"{reference}: no such file, and no such name under {models_home()} (there: {here}); "

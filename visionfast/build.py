@@ -16,7 +16,7 @@ from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import BackendError, BackendUnavailableError, OptionError
 from visionfast.export import export_onnx
 from visionfast.families import LoadedModel, identify
-from visionfast.types import Certificate, EngineManifest, Precision
+from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision
 
 __all__ = ["best_backend", "build"]
 
@@ -106,7 +106,10 @@ def _compile(
     progress: Callable[[str], None],
 ) -> EngineManifest:
     """Every graph of the model through ONNX into the backend's own files."""
-    graphs, files, hashes, onnx_hashes = [], {}, {}, {}
+    graphs: list[GraphSpec] = []
+    files: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    onnx_hashes: dict[str, str] = {}
     # What OpenVINO and torch run in reduced precision is their own doing; the graph that they read is FP32.
     graph_precision: Precision = precision if backend.name.startswith("tensorrt") else "fp32"
     with tempfile.TemporaryDirectory(prefix="visionfast-") as scratch:
@@ -118,9 +121,7 @@ def _compile(
             exported = export_onnx(module, graph, onnx_path, precision=graph_precision, keep_fp32=islands)
             onnx_hashes[graph.name] = artifacts.sha256_file(onnx_path)
             progress(f"compiling {graph.name} with {backend.name}")
-            request = CompileRequest(
-                exported, onnx_path, module, model.spec.preprocess, precision, device, folder
-            )
+            request = CompileRequest(exported, onnx_path, module, model.spec.preprocess, precision, device, folder)
             compiled = backend.compile(request)
             graphs.append(compiled.graph)
             files[graph.name] = compiled.file

@@ -107,9 +107,7 @@ def certify(model: LoadedModel, runner: Runner, images: Sequence[Path], *, preci
     )
 
 
-def compare_detections(
-    expected: Detections, got: Detections, *, conf: float, slack: float
-) -> dict[str, float]:
+def compare_detections(expected: Detections, got: Detections, *, conf: float, slack: float) -> dict[str, float]:
     """How far two answers for one image are apart.
 
     Args:
@@ -128,7 +126,10 @@ def compare_detections(
         i, j = np.unravel_index(int(free.argmax()), free.shape)
         pairs.append((int(i), int(j)))
         free[i, :] = free[:, j] = 0
-    left = np.delete(expected.confidence, [i for i, _ in pairs]), np.delete(got.confidence, [j for _, j in pairs])
+    left = (
+        np.delete(expected.confidence, [i for i, _ in pairs]),
+        np.delete(got.confidence, [j for _, j in pairs]),
+    )
     unmatched = sum(int((confidence > conf + slack).sum()) for confidence in left)
     measures = {"objects": float(len(expected)), "unmatched": float(unmatched)}
     if pairs:

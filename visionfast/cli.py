@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -46,7 +46,10 @@ def main() -> None:
         if _is_usage_error(error):
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _fail(f"{type(error).__name__}: {' '.join(str(error).split())} (a defect of visionfast; --debug shows where)", 1)
+        _fail(
+            f"{type(error).__name__}: {' '.join(str(error).split())} (a defect of visionfast; --debug shows where)",
+            1,
+        )
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -78,7 +81,7 @@ def _root(
 
 @app.command("fetch")
 def fetch_verb(
-    name: Annotated[Optional[str], typer.Argument(help="A published model; without it, they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A published model; without it, they are listed.")] = None,
 ) -> None:
     """Bring published weights into models/, with a card that says what they are."""
     from visionfast import render
@@ -96,23 +99,27 @@ def fetch_verb(
 def build_verb(
     model: Annotated[str, typer.Option(help="A weights file, or a name under models/.")],
     backend: Annotated[
-        Optional[str], typer.Option(help="openvino, tensorrt, tensorrt-rtx or torch; default: this machine's best.")
+        str | None,
+        typer.Option(help="openvino, tensorrt, tensorrt-rtx or torch; default: this machine's best."),
     ] = None,
     imgsz: Annotated[
-        Optional[str], typer.Option(help="Input size: 640, or height x width: 384x640. Default: the checkpoint's.")
+        str | None,
+        typer.Option(help="Input size: 640, or height x width: 384x640. Default: the checkpoint's."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Images a call.")] = 1,
     precision: Annotated[
-        Optional[str], typer.Option(help="fp16 or fp32; bf16 on CPUs that compute it. Default: the backend's.")
+        str | None,
+        typer.Option(help="fp16 or fp32; bf16 on CPUs that compute it. Default: the backend's."),
     ] = None,
-    gpu: Annotated[Optional[str], typer.Option(help="GPU generation to build for, ahead of time: sm89.")] = None,
-    images: Annotated[Optional[Path], typer.Option(help="Folder of real images to certify on.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU generation to build for, ahead of time: sm89.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of real images to certify on.")] = None,
     keep_fp32: Annotated[
-        Optional[str], typer.Option(help="Modules to keep in FP32 in an FP16 graph, with commas between.")
+        str | None, typer.Option(help="Modules to keep in FP32 in an FP16 graph, with commas between.")
     ] = None,
-    name: Annotated[Optional[str], typer.Option(help="The engine's name; default: the weights file's.")] = None,
+    name: Annotated[str | None, typer.Option(help="The engine's name; default: the weights file's.")] = None,
     trust_checkpoint: Annotated[
-        bool, typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it.")
+        bool,
+        typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
     ] = False,
 ) -> None:
     """Compile a checkpoint into an engine, and certify it against PyTorch."""
@@ -148,16 +155,16 @@ def build_verb(
 def predict_verb(
     engine: _EngineArgument,
     sources: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look at.")],
-    save: Annotated[Optional[Path], typer.Option(help="Folder for annotated pictures.")] = None,
-    json: Annotated[Optional[str], typer.Option(help="File for one JSON line an image; - is stdout.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Folder for annotated pictures.")] = None,
+    json: Annotated[str | None, typer.Option(help="File for one JSON line an image; - is stdout.")] = None,
     conf: Annotated[float, typer.Option(help="Objects above this confidence.")] = 0.25,
     iou: Annotated[float, typer.Option(help="Overlap above which the less confident box goes.")] = 0.7,
     max_det: Annotated[int, typer.Option(help="Objects an image at most.")] = 300,
-    classes: Annotated[Optional[str], typer.Option(help="Only these, names or ids with commas between.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Only these, names or ids with commas between.")] = None,
     class_agnostic: Annotated[
         bool, typer.Option("--class-agnostic", help="Boxes of different classes suppress one another too.")
     ] = False,
-    threads: Annotated[Optional[int], typer.Option(help="Processors to use; default: all there are.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
     allow_truncated: Annotated[
         bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
     ] = False,

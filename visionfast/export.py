@@ -14,7 +14,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from visionfast.artifacts import atomic_write
 from visionfast.errors import BuildError, OptionError
@@ -186,7 +186,7 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
             torch.onnx.export(
                 module,
                 feeds,
-                buffer,
+                cast("Any", buffer),  # torch's annotation leaves out files, which this exporter takes
                 input_names=[i.name for i in graph.inputs],
                 output_names=[o.name for o in graph.outputs],
                 opset_version=OPSET,
@@ -212,7 +212,7 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
     """Without the exporter's own deprecation notice, and the tracer's notes on shapes, which are fixed on purpose."""
-    from torch.jit import TracerWarning
+    from torch.jit._trace import TracerWarning
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.|visionfast\.export")

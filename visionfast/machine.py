@@ -1,4 +1,4 @@
-"""What this machine has: processors it may use, their arithmetic, NVIDIA GPUs and their driver. Nothing is installed or changed."""
+"""What this machine has: processors it may use, NVIDIA GPUs and their driver. Nothing is changed."""
 
 from __future__ import annotations
 

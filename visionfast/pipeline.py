@@ -170,9 +170,7 @@ class Detector:
     ) -> None:
         self.close()
 
-    def _batch(
-        self, images: Sequence[ImageSource], first: int, raises: bool
-    ) -> Iterator[Detections | ImageError]:
+    def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> Iterator[Detections | ImageError]:
         """At most one engine call's worth of images: preprocess, infer, postprocess."""
         answers: list[Detections | ImageError | None] = [None] * len(images)
         placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
@@ -229,7 +227,7 @@ class Segmenter(Detector):
 
 
 def open_engine(engine: str | os.PathLike[str], *, threads: int | None = None, **options: Any) -> Detector:
-    """Opens an engine as what its task needs: a `Detector` or a `Segmenter`; arguments and errors as `Detector.open`."""
+    """Opens an engine as what its task needs, `Detector` or `Segmenter`; arguments and errors as `Detector.open`."""
     folder = artifacts.find_engine(engine)
     manifest = artifacts.read_manifest(folder)
     opened = Segmenter if manifest.spec.task == "segment" else Detector

@@ -22,7 +22,23 @@ from visionfast.types import Detections
 __all__ = ["expand", "record", "run"]
 
 _SUFFIXES = frozenset(
-    ".jpg .jpeg .jpe .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .jp2 .avif".split()
+    [
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".png",
+        ".webp",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+        ".gif",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".jp2",
+        ".avif",
+    ]
 )  # looked for in a directory; a file that is named is tried whatever it is called
 
 

@@ -21,6 +21,8 @@ from visionfast.types import EngineManifest
 __all__ = ["certificate", "doctor", "download", "inventory", "manifest", "published", "stages"]
 
 _out = Console(highlight=False, soft_wrap=True)
+if not _out.is_terminal:
+    _out.width = 200  # a pipe or a file has no edge to wrap at
 _err = Console(stderr=True, highlight=False)
 
 
@@ -83,7 +85,8 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         "model": f"{spec.architecture} ({spec.task}), weights sha256 {engine.weights_sha256[:16]}…",
         "licence": spec.license or "not stated in the checkpoint",
         "classes": names,
-        "input": f"{spec.batch} × {h}×{w}, " + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
+        "input": f"{spec.batch} × {h}×{w}, "
+        + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
         "output": ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].outputs),
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}",
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
@@ -110,7 +113,7 @@ def inventory() -> None:
     models = artifacts.model_files()
     table = Table("model", "size", "licence", title="models", title_justify="left", box=None)
     for path in models:
-        table.add_row(escape(str(path)), f"{path.stat().st_size / 1e6:.1f} MB", escape(_card(path).get("license", "")))
+        table.add_row(_near(path), f"{path.stat().st_size / 1e6:.1f} MB", escape(_card(path).get("license", "")))
     _out.print(table if models else f"no models under {artifacts.models_home()}; `visionfast fetch` brings one")
 
     folders = artifacts.engine_folders()
@@ -119,10 +122,10 @@ def inventory() -> None:
         try:
             engine = artifacts.read_manifest(folder)
         except VisionfastError as error:
-            table.add_row(escape(str(folder)), "", "", escape(f"no: {error}"))
+            table.add_row(_near(folder), "", "", escape(f"no: {error}"))
             continue
         runs = _runs_here(engine) or "yes"
-        table.add_row(escape(str(folder)), engine.spec.architecture, engine.certificate.status, escape(runs))
+        table.add_row(_near(folder), engine.spec.architecture, engine.certificate.status, escape(runs))
     _out.print(table if folders else f"no engines under {artifacts.engines_home()}; `visionfast build` makes one")
 
     root = artifacts.pipelines_home()
@@ -131,6 +134,13 @@ def inventory() -> None:
         _out.print(f"pipeline {escape(str(path))}")
     if not pipelines:
         _out.print(f"no pipelines under {root}")
+
+
+def _near(path: Path) -> str:
+    """As it would be typed from the working directory."""
+    with contextlib.suppress(ValueError):
+        return escape(str(path.relative_to(Path.cwd())))
+    return escape(str(path))
 
 
 def _card(path: Path) -> dict[str, str]:
@@ -144,7 +154,8 @@ def _card(path: Path) -> dict[str, str]:
 def doctor() -> None:
     flags = machine.cpu_flags()
     fast = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_bf16", "amx_int8") if name in flags]
-    _out.print(f"CPU      {machine.cpu_name()}, {machine.usable_cpus()} usable, {' '.join(fast) or 'no wide vectors'}")
+    vectors = " ".join(fast) or "no wide vectors"
+    _out.print(f"CPU      {machine.cpu_name()}, {machine.usable_cpus()} usable, {vectors}")
     for gpu in machine.gpus():
         _out.print(f"GPU {gpu.index}    {gpu.name} ({gpu.sm})")
     if not machine.gpus():
@@ -161,4 +172,4 @@ def doctor() -> None:
         table.add_row(name, state.version or "—", *marks, " ".join(state.precisions), escape(state.reason))
     _out.print(table)
     if "amx_bf16" in flags:
-        _out.print("This CPU has AMX: `visionfast build … --precision bf16` is worth a try; its certificate says the price.")
+        _out.print("This CPU has AMX: `visionfast build … --precision bf16` is worth a try.")

@@ -58,9 +58,8 @@ class TensorSpec:
     def check(self, array: npt.NDArray[Any]) -> None:
         """Raises `ShapeError` unless `array` has this shape and dtype."""
         if array.shape != self.shape or array.dtype.name != self.dtype:
-            raise ShapeError(
-                f"{self.name}: expected {self.shape} {self.dtype}, got {tuple(array.shape)} {array.dtype.name}"
-            )
+            got = f"{tuple(array.shape)} {array.dtype.name}"
+            raise ShapeError(f"{self.name}: expected {self.shape} {self.dtype}, got {got}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +215,7 @@ class Runner(Protocol):
     @property
     def outputs(self) -> tuple[TensorSpec, ...]: ...
 
-    def infer(
-        self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True
-    ) -> dict[str, npt.NDArray[Any]]:
+    def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
         """One synchronous run.
 
         Args:

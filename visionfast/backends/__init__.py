@@ -112,9 +112,7 @@ class Backend(Protocol):
         """Raises `BackendUnavailableError` or `IncompatibleEngineError` unless this machine can run the engine."""
         ...
 
-    def load(
-        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
-    ) -> Runner:
+    def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
         """Loads one graph of an engine; `check_runnable` first."""
         ...
 

@@ -15,7 +15,13 @@ import numpy.typing as npt
 
 from visionfast import machine
 from visionfast.backends import Availability, Compiled, CompileRequest, check_feeds
-from visionfast.errors import BackendError, BackendUnavailableError, BuildError, IncompatibleEngineError, OptionError
+from visionfast.errors import (
+    BackendError,
+    BackendUnavailableError,
+    BuildError,
+    IncompatibleEngineError,
+    OptionError,
+)
 from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, Runner, TensorSpec
 
 __all__ = ["OpenVinoBackend", "OpenVinoRunner"]
@@ -67,9 +73,7 @@ class OpenVinoBackend:
         ov = _import_openvino()
         core = ov.Core()
         if request.precision not in (able := _cpu_precisions(core)):
-            raise BuildError(
-                f"precision {request.precision}: this CPU computes {', '.join(able)}; choose one of them"
-            )
+            raise BuildError(f"precision {request.precision}: this CPU computes {', '.join(able)}; choose one of them")
         try:
             model = core.read_model(request.onnx_path)
             graph = _embed_normalisation(ov, model, request.graph, request.preprocess)

@@ -92,9 +92,7 @@ class TensorRtBackend:
             )
         raise BackendUnavailableError(f"{self.name}: {_NOT_YET}")
 
-    def load(
-        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
-    ) -> Runner:
+    def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
         self.check_runnable(manifest)
         raise AssertionError("check_runnable refuses every TensorRT engine in this release")
 

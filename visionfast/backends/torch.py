@@ -14,7 +14,13 @@ import numpy.typing as npt
 
 from visionfast import machine
 from visionfast.backends import Availability, Compiled, CompileRequest, check_feeds
-from visionfast.errors import BackendError, BackendUnavailableError, BuildError, IncompatibleEngineError, OptionError
+from visionfast.errors import (
+    BackendError,
+    BackendUnavailableError,
+    BuildError,
+    IncompatibleEngineError,
+    OptionError,
+)
 from visionfast.types import EngineManifest, GraphSpec, Precision, Runner, TensorSpec
 
 __all__ = ["TorchBackend", "TorchRunner"]
@@ -50,9 +56,7 @@ class TorchBackend:
         torch = _import_torch()
         if request.precision != "fp32":
             raise BuildError(f"precision {request.precision}: backend torch builds fp32; leave --precision out")
-        example = tuple(
-            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in request.graph.inputs
-        )
+        example = tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in request.graph.inputs)
         file = f"{request.graph.name}.pt2"
         try:
             with warnings.catch_warnings():
@@ -79,7 +83,9 @@ class TorchBackend:
                 warnings.simplefilter("ignore")  # about torch's own internals
                 module = torch.export.load(path).module()
         except Exception as error:  # a damaged archive fails in many ways
-            raise BackendError(f"{path}: torch cannot load it ({str(error).splitlines()[0]}); build it again") from error
+            raise BackendError(
+                f"{path}: torch cannot load it ({str(error).splitlines()[0]}); build it again"
+            ) from error
         return TorchRunner(module, graph, threads=threads)
 
 

@@ -6,6 +6,7 @@ bytes that are really there.
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ __all__ = ["StoredTensor", "TorchArchive"]
 
 # A YOLOv8x checkpoint's pickle has 0.4 MB, one with an optimizer and a long training log a few.
 _MAX_PICKLE_BYTES = 64 << 20
-_MAX_DIMENSIONS = 16
+_MAX_DIMENSIONS = 8
+_MAX_EMPTY_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +59,12 @@ class TorchArchive:
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
             raise CheckpointError(
-                f"{source}: a TorchScript program, which is code: expected weights; use the .pt that training wrote"
+                f"{source}: a TorchScript program, which is code: expected weights; use the .pt of the training"
             )
         if len(pickles) != 1:
             raise CheckpointError(
-                f"{source}: a zip archive, but not one that torch.save wrote (it has {len(pickles)} data.pkl): "
-                "expected a .pt, .pth or .safetensors weights file"
+                f"{source}: a zip archive, but not one that torch.save wrote (it has {len(pickles)} "
+                "data.pkl): expected a .pt, .pth or .safetensors weights file"
             )
         if len(names) != len(entries):
             raise self._damaged("two entries have one name")
@@ -108,14 +110,17 @@ class TorchArchive:
         data = self._record(f"{self._prefix}data/{storage.key}")
         if storage.numel * dtype.itemsize != len(data):
             raise self._damaged(
-                f"storage {printable(storage.key)} claims {storage.numel} × {storage.dtype} and has {len(data)} bytes"
+                f"storage {printable(storage.key)} claims {storage.numel} × {storage.dtype}, "
+                f"and has {len(data)} bytes"
             )
-        numel, last = 1, stored.offset
-        for size, stride in zip(stored.shape, stored.stride, strict=True):
-            numel *= size
-            last += (size - 1) * stride
-        if numel == 0:
-            return torch.empty(stored.shape, dtype=dtype) if max(stored.shape) <= 1 << 30 else torch.empty(0)
+        if 0 in stored.shape:
+            if max(stored.shape) > _MAX_EMPTY_SIZE:
+                raise self._damaged(f"an empty tensor has the shape {stored.shape}")
+            return torch.empty(stored.shape, dtype=dtype)
+        numel = math.prod(stored.shape)
+        last = stored.offset + sum(
+            (n - 1) * step for n, step in zip(stored.shape, stored.stride, strict=True)
+        )
         # `numel`: an expanded tensor (stride 0) fits in a small storage and is huge as soon as it is copied.
         if last >= storage.numel or numel > storage.numel:
             raise self._damaged(f"a tensor of {numel} elements reaches beyond its storage of {storage.numel}")

@@ -6,6 +6,7 @@ by itself, and a state dict, bare or under one of the usual keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,7 @@ def from_archive(archive: TorchArchive, source: str) -> tuple[dict[str, torch.Te
         return archive.tensor(tensor).tolist() if isinstance(tensor, StoredTensor) else None
 
     fields = root if isinstance(root, dict) else {}
-    module = _chosen(
-        root, lambda value: isinstance(value, Inert) and _attribute(value, "_modules") is not None
-    )
+    module = _chosen(root, _is_module)
     if module is not None:
         attributes = module.state
         stored = dict(_flatten(module, source))
@@ -68,8 +67,12 @@ def from_objects(root: Any, source: str) -> tuple[dict[str, torch.Tensor], dict[
     return _tensors_of(root, torch.Tensor, source), _describe(fields, {}, values_of)
 
 
+def _is_module(value: Any) -> bool:
+    return isinstance(value, Inert) and isinstance(_attribute(value, "_modules"), dict)
+
+
 def _chosen(root: Any, is_module: Callable[[Any], bool]) -> Any:
-    """The module to use: the moving average of the weights where there is one, as in training's own loader."""
+    """The module to use: the weights' moving average where there is one, as in training's own loader."""
     candidates = (root.get("ema"), root.get("model")) if isinstance(root, dict) else (root,)
     return next((value for value in candidates if is_module(value)), None)
 
@@ -90,8 +93,8 @@ def _tensors_of(root: Any, tensor_type: type, source: str) -> dict[str, Any]:
         else ""
     )
     raise CheckpointError(
-        f"{source}: holds no weights{f' ({what})' if what else ''}: expected a model, or a state dict bare or under "
-        f"one of {', '.join(_STATE_DICT_KEYS)}"
+        f"{source}: holds no weights{f' ({what})' if what else ''}: expected a model, or a state dict bare or "
+        f"under one of {', '.join(_STATE_DICT_KEYS)}"
     )
 
 
@@ -107,7 +110,8 @@ def _walk(module: Inert, prefix: str, source: str, depth: int = 0) -> Iterator[t
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{source}: made up: its modules are nested more than {_MAX_DEPTH} deep")
     yield prefix, module
-    for name, child in (_attribute(module, "_modules") or {}).items():
+    children = _attribute(module, "_modules")
+    for name, child in children.items() if isinstance(children, dict) else ():
         if isinstance(child, Inert):
             yield from _walk(child, f"{prefix}{name}.", source, depth + 1)
 
@@ -121,7 +125,7 @@ def _modules(module: Inert, source: str) -> Iterator[tuple[str, Inert]]:
 
 
 def _flatten(root: Inert, source: str) -> Iterator[tuple[str, StoredTensor]]:
-    """(`model.0.conv.weight`, its tensor) for every parameter and buffer, as `Module.state_dict` names them."""
+    """(`model.0.conv.weight`, its tensor) for every parameter and buffer, named as `Module.state_dict` does."""
     for prefix, module in _modules(root, source):
         transient = _members(_attribute(module, "_non_persistent_buffers_set"))
         for group in ("_parameters", "_buffers"):
@@ -176,7 +180,7 @@ def plain(value: Any, values_of: Callable[[Any], Any], budget: list[int], depth:
     if isinstance(value, (list, tuple)):
         return [plain(item, values_of, budget, depth + 1) for item in value]
     if isinstance(value, StoredTensor):
-        small = _numel(value.shape) <= _MAX_LISTED_ELEMENTS
+        small = math.prod(value.shape) <= _MAX_LISTED_ELEMENTS
         return values_of(value) if small else None
     if isinstance(value, Inert):
         if value.name.endswith("Namespace"):
@@ -187,10 +191,3 @@ def plain(value: Any, values_of: Callable[[Any], Any], budget: list[int], depth:
     if type(value).__name__.endswith("Namespace"):
         return plain(vars(value), values_of, budget, depth + 1)
     return values_of(value)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

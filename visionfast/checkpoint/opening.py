@@ -112,8 +112,8 @@ def _read(
     if is_pickle:
         kind = "a legacy PyTorch file (before 1.6)" if head[2:].startswith(_LEGACY) else "a bare pickle"
         raise CheckpointError(
-            f"{source}: {kind}, which is not read because it could run code; nothing of it was run. If you trust "
-            "whoever made it, open it with --trust-checkpoint, or save it again with torch.save"
+            f"{source}: {kind}, which is not read because it could run code; nothing of it was run. If you "
+            "trust whoever made it, open it with --trust-checkpoint, or save it again with torch.save"
         )
     raise CheckpointError(f"{source}: {_what_it_is(head, path)}: {_EXPECTED}")
 
@@ -136,8 +136,8 @@ def _unpickle_trusted(file: IO[bytes], source: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever the file's own code raises
         raise CheckpointError(
-            f"{source}: cannot be unpickled ({type(error).__name__}: {printable(error)}); the packages that it was "
-            "saved with may be needed"
+            f"{source}: cannot be unpickled ({type(error).__name__}: {printable(error)}); the packages that it "
+            "was saved with may be needed"
         ) from error
 
 

@@ -31,8 +31,11 @@ _SCALARS = (str, int, float, bytes, type(None))
 _BOUND_METHODS = frozenset({"forward_fuse"})
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _NUMBERS_AND_STRINGS = frozenset(
-    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
-    "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
+    {
+        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    }
 )
 
 
@@ -121,9 +124,9 @@ class _Machine:
         names = list(self._refused)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise UnsafeCheckpointError(
-            f"{source}: asks for {', '.join(printable(n) for n in names[:3])}{more}, which no weights file that is "
-            "read here needs and which could run code; nothing of it was run. Only if you trust whoever made the "
-            "file, open it with --trust-checkpoint"
+            f"{source}: asks for {', '.join(printable(n) for n in names[:3])}{more}, which weights do not need and "
+            "which could run code; nothing of it was run. Only if you trust whoever made the file, open it with "
+            "--trust-checkpoint"
         )
 
     def run(self, data: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""YOLOv8 and YOLO11, detection and segmentation, of any size and class count, read from the checkpoint itself."""
+"""YOLOv8 and YOLO11, detection and segmentation, of any size and class count, read from the checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class YoloV8:
         task = _task(keys)
         model_class = printable(checkpoint.metadata.get("model_class", ""))
         if model_class.startswith("models."):
-            return "YOLOv5 (of the yolov5 repository; ultralytics' own yolov5u too has other blocks)"
+            return "YOLOv5, of the yolov5 repository"
         if any(".anchors" in key or ".anchor_grid" in key for key in keys):
             return "YOLOv5 or YOLOv7 (anchors)"
         if any("dec_score_head" in key for key in keys):
@@ -52,7 +52,8 @@ class YoloV8:
         if _is_end_to_end(checkpoint, keys):
             return "YOLOv10 or YOLO26 (an end-to-end head without NMS)"
         if task:
-            return f"a YOLO {task} model"
+            said = checkpoint.metadata.get("task")
+            return f"a YOLO {said if said in ('pose', 'obb', 'classify') else task} model"
         return model_class
 
     def load(
@@ -135,8 +136,8 @@ def _rebuild(
             return config, blocks
     if raw is None:
         raise UnsupportedModelError(
-            f"{source}: a state dict without an architecture, and not one of YOLOv8's or YOLO11's published sizes "
-            f"({difference}); use the checkpoint that training wrote"
+            f"{source}: a state dict without an architecture, and not of one of YOLOv8's or YOLO11's published "
+            f"sizes ({difference}); use the checkpoint that training wrote"
         )
     raise CheckpointError(f"{source}: its weights are not those of its architecture: {difference}")
 
@@ -145,7 +146,7 @@ def _batch_norm_eps(checkpoint: Checkpoint) -> dict[str, float]:
     known = checkpoint.metadata.get("batch_norm_eps") or ()
     if len(known) > 1:
         raise UnsupportedModelError(
-            f"{checkpoint.path}: its batch norms have different eps ({', '.join(map(str, known[:4]))}); expected one"
+            f"{checkpoint.path}: its batch norms differ in eps ({', '.join(map(str, known[:4]))}); expected one"
         )
     return {"eps": float(known[0])} if known else {}
 
@@ -154,7 +155,8 @@ def _batch_norm_eps(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def _architecture(config: YoloConfig, strides: tuple[int, ...]) -> str:
-    pyramid = {(4, 8, 16, 32): "-p2", (8, 16, 32, 64): "-p6"}.get(strides, "")
+    pyramids: dict[tuple[int, ...], str] = {(4, 8, 16, 32): "-p2", (8, 16, 32, 64): "-p6"}
+    pyramid = pyramids.get(strides, "")
     return f"{config.generation}{config.scale}{pyramid}{'-seg' if config.task == 'segment' else ''}"
 
 
@@ -199,7 +201,7 @@ def _trained_size(checkpoint: Checkpoint, stride: int) -> tuple[int, int]:
         size = said.get("imgsz") if isinstance(said, Mapping) else said
         if isinstance(size, (list, tuple)) and len(size) == 1:
             size = size[0]
-        sides = list(size) if isinstance(size, (list, tuple)) and len(size) == 2 else [size, size]
+        sides: list[Any] = list(size) if isinstance(size, (list, tuple)) and len(size) == 2 else [size, size]
         if all(type(side) is int and 1 <= side <= _MAX_SIZE for side in sides):
             return _to_multiple(sides[0], stride, True), _to_multiple(sides[1], stride, True)
     return _DEFAULT_SIZE, _DEFAULT_SIZE

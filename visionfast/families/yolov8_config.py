@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from visionfast.checkpoint.pickled import printable
@@ -36,7 +37,7 @@ _STRINGS = frozenset({"nc", "None", "True", "False", "nearest", "bilinear"})
 _ACTIVATIONS = frozenset(
     {"ELU", "GELU", "Hardswish", "Identity", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU", "Softplus", "Tanh"}
 )
-_ACTIVATION_ARGUMENTS = frozenset({"alpha", "negative_slope", "inplace", "beta", "threshold", "approximate"})
+_ACTIVATION_ARGUMENTS = frozenset({"alpha", "negative_slope", "inplace", "beta", "threshold"})
 _MAX_LAYERS = 100
 _MAX_REPEATS = 64
 _MAX_CHANNELS = 8192
@@ -120,16 +121,22 @@ def candidate_configs(shapes: Mapping[str, tuple[int, ...]], source: str) -> Ite
         shapes: parameter name (`0.conv.weight`) → shape.
         source: what messages call the file.
     """
-    import importlib.resources
+    import importlib.util
 
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
+    # Found, not imported: importing it logs.
+    package = importlib.util.find_spec("ultralytics")
+    if package is None or package.origin is None:
+        raise UnsupportedModelError(
+            f"{source}: a state dict's architecture is looked up in ultralytics: pip install 'visionfast[build]'"
+        )
     first = shapes.get("0.conv.weight", (0,))[0]
     head = max((int(key.split(".", 1)[0]) for key in shapes if key.split(".", 1)[0].isdecimal()), default=0)
     classes = shapes.get(f"{head}.cv3.0.2.weight", (0,))[0]
     task = "-seg" if f"{head}.proto.cv1.conv.weight" in shapes else ""
     generation = "yolo11" if f"{head}.cv3.0.0.0.conv.weight" in shapes else "yolov8"
-    path = importlib.resources.files("ultralytics").joinpath(_TEMPLATES[generation].format(task=task))
+    path = Path(package.origin).parent / _TEMPLATES[generation].format(task=task)
     template = yaml.safe_load(path.read_text(encoding="utf-8"))
     for letter, (_depth, width) in ARCHITECTURES[generation].items():
         if 8 * math.ceil(64 * width / 8) == first:
@@ -182,16 +189,15 @@ def _layers(raw: object, start: int, source: str, part: str) -> Iterator[list[An
         inputs, repeats, module, arguments = row
         if not isinstance(module, str) or module not in _BLOCKS | _HEADS:
             raise UnsupportedModelError(
-                f"{source}: layer {index} is {printable(module, 40)!r}, which is not one of YOLOv8's and YOLO11's "
-                f"blocks ({', '.join(sorted(_BLOCKS | _HEADS))})"
+                f"{source}: layer {index} is {printable(module, 40)!r}, which is not one of YOLOv8's and "
+                f"YOLO11's blocks ({', '.join(sorted(_BLOCKS | _HEADS))})"
             )
         sources = inputs if isinstance(inputs, (list, tuple)) else [inputs]
         if not 1 <= len(sources) <= 16:
             raise _bad(source, f"layer {index} has {len(sources)} inputs")
         # -1 is the layer before; the first layer's is the image.
-        checked = [
-            _integer(i, -max(index, 1), max(index - 1, -1), source, f"layer {index}'s input") for i in sources
-        ]
+        first, last = -max(index, 1), max(index - 1, -1)
+        checked = [_integer(i, first, last, source, f"layer {index}'s input") for i in sources]
         yield [
             checked if isinstance(inputs, (list, tuple)) else checked[0],
             _integer(repeats, 1, _MAX_REPEATS, source, f"layer {index}'s repeats"),
@@ -206,12 +212,12 @@ def _arguments(raw: object, module: str, source: str, index: int) -> list[Any]:
     checked: list[Any] = []
     for position, value in enumerate(raw):
         wide = position == 0 or module in _HEADS
-        limit = (_MAX_CHANNELS if wide else _MAX_SMALL) if module != "nn.Upsample" else 4
-        if value is None or isinstance(value, bool) or (isinstance(value, str) and value in _STRINGS):
-            checked.append(value)
-        elif type(value) is float and 0 <= value <= 8:
-            checked.append(value)
-        elif type(value) is int and (0 <= value <= limit or (module in _HEADS and value <= _MAX_CLASSES)):
+        limit: float = (_MAX_CHANNELS if wide else _MAX_SMALL) if module != "nn.Upsample" else 4
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            known = 0 <= value <= (8 if isinstance(value, float) else limit)
+        else:
+            known = value is None or isinstance(value, bool) or (isinstance(value, str) and value in _STRINGS)
+        if known:
             checked.append(value)
         else:
             raise _bad(source, f"layer {index} ({module}) has the argument {printable(value, 40)!r}")
@@ -244,8 +250,7 @@ def _activation(raw: object, source: str) -> str:
         if not isinstance(node, ast.Constant) or (key != "" and key not in _ACTIVATION_ARGUMENTS):
             raise refuse()
         value = node.value
-        if not (isinstance(value, bool) or (isinstance(value, (int, float)) and math.isfinite(value))):
-            if value != "tanh":  # GELU's approximation
-                raise refuse()
+        if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+            raise refuse()
         parts.append(f"{key}={value!r}" if key else repr(value))
     return f"torch.nn.{match[1]}({', '.join(parts)})"

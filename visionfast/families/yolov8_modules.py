@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from visionfast.families.yolov8_config import YoloConfig
 
 __all__ = ["BoxDecode", "YoloGraph", "build_blocks", "level_strides", "load_weights", "shapes_agree"]
 
+Inputs: TypeAlias = tuple[int | tuple[int, ...], ...]
 _PROBE_SIZE = 256  # pixels; a multiple of every level's stride
 # Every ultralytics model trains with this, not with torch's 1e-5, and a state dict does not carry it.
 _BATCH_NORM_EPS = 1e-3
@@ -52,13 +53,12 @@ class BoxDecode(nn.Module):
     def forward(
         self, distances: torch.Tensor, scores: torch.Tensor, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, 4·reg_max, A), (B, C, A) logits and (B, M, A) → (B, 4 + C + M, A): cx, cy, w, h, scores, as they were."""
+        """(B, 4·reg_max, A) and (B, C, A) logits, (B, M, A) → (B, 4 + C + M, A): cx, cy, w, h, scores, rest."""
         batch, _, anchors = distances.shape
         likelihood = distances.reshape(batch * 4, -1, anchors).softmax(1)  # (B·4, reg_max, A)
         # A convolution, not a weighted sum: it rounds as the training code's does.
-        sides = nn.functional.conv1d(likelihood, self.bins).view(
-            batch, 4, anchors
-        )  # left, top, right, bottom
+        sides = nn.functional.conv1d(likelihood, self.bins)
+        sides = sides.view(batch, 4, anchors)  # left, top, right, bottom
         top_left = self.anchors - sides[:, :2]
         bottom_right = self.anchors + sides[:, 2:]
         centre = (top_left + bottom_right) / 2
@@ -79,11 +79,7 @@ class YoloGraph(nn.Module):
         head: Any = blocks[-1]
         self.blocks = blocks
         self.decode = BoxDecode(size_hw, strides, head.dfl.conv.weight.detach())
-        # Plain attributes of the blocks, read once: where each takes its input from, and which outputs are
-        # read later.
-        self._inputs: tuple[int | tuple[int, ...], ...] = tuple(
-            block.f if isinstance(block.f, int) else tuple(block.f) for block in blocks
-        )
+        self._inputs = _inputs(blocks)
         self._kept = _kept_outputs(self._inputs)
         self._segments = hasattr(head, "proto")
 
@@ -98,7 +94,13 @@ class YoloGraph(nn.Module):
         return self.decode(distances, scores, _per_anchor(head.cv4, features)), head.proto(features[0])
 
 
-def _kept_outputs(inputs: tuple[int | tuple[int, ...], ...]) -> frozenset[int]:
+def _inputs(blocks: nn.Sequential) -> Inputs:
+    """For each block, which outputs it takes: -1 is the one before, as the only one or in a tuple of several."""
+    return tuple(b.f if isinstance(b.f, int) else tuple(b.f) for b in cast("Any", blocks))
+
+
+def _kept_outputs(inputs: Inputs) -> frozenset[int]:
+    """Indices of the blocks whose outputs are read again later."""
     kept = set()
     for index, source in enumerate(inputs):
         for i in (source,) if isinstance(source, int) else source:
@@ -109,7 +111,7 @@ def _kept_outputs(inputs: tuple[int | tuple[int, ...], ...]) -> frozenset[int]:
 
 def _features(
     blocks: nn.Sequential,
-    inputs: tuple[int | tuple[int, ...], ...],
+    inputs: Inputs,
     kept: frozenset[int],
     images: torch.Tensor,
 ) -> list[torch.Tensor]:
@@ -156,7 +158,8 @@ def build_blocks(config: YoloConfig, source: str) -> nn.Sequential:
     default_activation = Conv.default_act
     try:
         with _quiet_ultralytics(), torch.device("meta"):
-            blocks, _saved = tasks.parse_model(copy.deepcopy(dict(config.yaml)), ch=3, verbose=False)
+            parse: Any = tasks.parse_model
+            blocks, _saved = parse(copy.deepcopy(dict(config.yaml)), ch=3, verbose=False)
     except (
         ValueError,
         TypeError,
@@ -241,7 +244,7 @@ def load_weights(
 
 def level_strides(blocks: nn.Sequential, source: str) -> tuple[int, ...]:
     """Pixels for each detection level, measured on a probe without memory, as training does."""
-    inputs = tuple(b.f if isinstance(b.f, int) else tuple(b.f) for b in blocks)
+    inputs = _inputs(blocks)
     try:
         with torch.no_grad():
             probe = torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta")

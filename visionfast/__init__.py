@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from visionfast.build import build
     from visionfast.errors import ImageError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
-    from visionfast.pipeline import open_engine as open
+    from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
     from visionfast.preprocess.decode import DecodeLimits
     from visionfast.types import Certificate, Detections, EngineManifest, ModelSpec
 

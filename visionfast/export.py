@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPSET", "export_onnx", "half_precision"]
 
-OPSET = (
-    17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
-)
+OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
 _MAX_PROTOBUF_BYTES = (1 << 31) - 1
 
 
@@ -83,6 +81,7 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
+        BuildError: a weight is too large for float16.
     """
     import torch
     from torch import nn
@@ -118,19 +117,25 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
     network = copy.deepcopy(module)
     islands = _islands(network, keep_fp32)
     kept = {id(inner) for island in islands for inner in island.modules()}
-    for inner in network.modules():
+    for path, inner in network.named_modules():
         if id(inner) not in kept:
-            _halve_own_tensors(inner)
+            _halve_own_tensors(inner, path)
     for island in islands:
         island.register_forward_pre_hook(cast_up, with_kwargs=True)
         island.register_forward_hook(cast_down)
     return HalfPrecision(network).eval()
 
 
-def _halve_own_tensors(module: nn.Module) -> None:
+def _halve_own_tensors(module: nn.Module, path: str) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
-            tensor.data = tensor.data.half()
+            half = tensor.data.half()
+            if half.isinf().any() and not tensor.isinf().any():
+                raise BuildError(
+                    f"{path}: its weights reach {float(tensor.abs().max()):.3g}, beyond float16's 65504; build "
+                    "with precision fp32, or keep this module in it"
+                )
+            tensor.data = half
 
 
 def _islands(network: nn.Module, keep_fp32: Sequence[str]) -> list[nn.Module]:
@@ -141,12 +146,8 @@ def _islands(network: nn.Module, keep_fp32: Sequence[str]) -> list[nn.Module]:
     for path in keep_fp32:
         if path not in paths:
             near = sorted(name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0])
-            raise OptionError(
-                f"keep_fp32: there is no module {path!r}; expected a dotted path such as {', '.join(near[:8])}"
-            )
-    outermost = [
-        p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)
-    ]
+            raise OptionError(f"keep_fp32: there is no module {path!r}; expected a path such as {', '.join(near[:8])}")
+    outermost = [p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)]
     called: list[nn.Module] = []
     waiting = [paths[p] for p in outermost]
     while waiting:
@@ -211,7 +212,7 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
 
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Without the exporter's own deprecation notice, and the tracer's notes on shapes, which are fixed on purpose."""
+    """Without the exporter's own deprecation notice, and the tracer's notes on shapes, fixed on purpose."""
     from torch.jit._trace import TracerWarning
 
     with warnings.catch_warnings():
@@ -228,7 +229,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
-    """`graph` with the outputs' dtypes as written, after the whole model passed ONNX's strict type inference."""
+    """`graph` with the outputs' dtypes as written, once the model passed ONNX's strict type inference."""
     import onnx
     from onnx import helper
 
@@ -236,17 +237,13 @@ def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
         onnx.checker.check_model(model, full_check=True)
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise BuildError(
-            f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})"
-        ) from error
+        raise BuildError(f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})") from error
     outputs = []
     for spec, value in zip(graph.outputs, inferred.graph.output, strict=True):
         tensor = value.type.tensor_type
         shape = tuple(dimension.dim_value for dimension in tensor.shape.dim)
         dtype = str(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         if value.name != spec.name or shape != spec.shape:
-            raise BuildError(
-                f"{graph.name}: expected the output {spec.name} {spec.shape}, got {value.name} {shape}"
-            )
+            raise BuildError(f"{graph.name}: expected the output {spec.name} {spec.shape}, got {value.name} {shape}")
         outputs.append(dataclasses.replace(spec, dtype=dtype))
     return dataclasses.replace(graph, outputs=tuple(outputs))

@@ -57,7 +57,8 @@ def expand(sources: Sequence[str]) -> list[Path]:
                 raise OptionError(f"{source}: expected a directory with images, found none in it")
             found.update(dict.fromkeys(inside))
         elif not path.exists() and glob.has_magic(source):
-            matches = sorted(Path(p) for p in glob.glob(source, recursive=True))
+            # Path.glob refuses absolute patterns.
+            matches = sorted(Path(p) for p in glob.glob(source, recursive=True))  # noqa: PTH207
             matches = [p for p in matches if p.is_file()]
             if not matches:
                 raise OptionError(f"{source}: expected a pattern that matches images, it matches nothing")

@@ -50,10 +50,7 @@ _EXACT = frozenset(
         "torch.torch_version.TorchVersion",
         *(f"torch.{dtype}" for dtype in DTYPE_OF_STORAGE.values()),
         "_codecs.encode",  # how protocol 2 writes bytes
-        *(
-            f"builtins.{n}"
-            for n in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int")
-        ),
+        *(f"builtins.{n}" for n in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int")),
         *(f"builtins.{n}" for n in ("list", "object", "range", "set", "slice", "str", "tuple")),
         *(f"collections.{n}" for n in ("Counter", "OrderedDict", "defaultdict", "deque")),
         *(f"datetime.{n}" for n in ("date", "datetime", "timedelta", "timezone")),

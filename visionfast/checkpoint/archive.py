@@ -59,7 +59,7 @@ class TorchArchive:
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
             raise CheckpointError(
-                f"{source}: a TorchScript program, which is code: expected weights; use the .pt of the training"
+                f"{source}: a TorchScript program, which is code: expected weights; use the training's .pt"
             )
         if len(pickles) != 1:
             raise CheckpointError(
@@ -110,17 +110,14 @@ class TorchArchive:
         data = self._record(f"{self._prefix}data/{storage.key}")
         if storage.numel * dtype.itemsize != len(data):
             raise self._damaged(
-                f"storage {printable(storage.key)} claims {storage.numel} × {storage.dtype}, "
-                f"and has {len(data)} bytes"
+                f"storage {printable(storage.key)} claims {storage.numel} × {storage.dtype}, and has {len(data)} bytes"
             )
         if 0 in stored.shape:
             if max(stored.shape) > _MAX_EMPTY_SIZE:
                 raise self._damaged(f"an empty tensor has the shape {stored.shape}")
             return torch.empty(stored.shape, dtype=dtype)
         numel = math.prod(stored.shape)
-        last = stored.offset + sum(
-            (n - 1) * step for n, step in zip(stored.shape, stored.stride, strict=True)
-        )
+        last = stored.offset + sum((n - 1) * step for n, step in zip(stored.shape, stored.stride, strict=True))
         # `numel`: an expanded tensor (stride 0) fits in a small storage and is huge as soon as it is copied.
         if last >= storage.numel or numel > storage.numel:
             raise self._damaged(f"a tensor of {numel} elements reaches beyond its storage of {storage.numel}")

@@ -1,7 +1,7 @@
 """From what a weights file holds to a flat state dict and plain metadata.
 
-Three layouts: a training checkpoint (`{"model": <module tree>, "ema": …, "train_args": …}`), a pickled module
-by itself, and a state dict, bare or under one of the usual keys.
+Three layouts: a training checkpoint (`{"model": <module tree>, "ema": …, "train_args": …}`), a pickled
+module by itself, and a state dict, bare or under one of the usual keys.
 """
 
 from __future__ import annotations
@@ -81,20 +81,14 @@ def _tensors_of(root: Any, tensor_type: type, source: str) -> dict[str, Any]:
     if isinstance(root, dict):
         for candidate in (root, *(root.get(key) for key in _STATE_DICT_KEYS)):
             if isinstance(candidate, dict):
-                found = {
-                    k: v for k, v in candidate.items() if isinstance(k, str) and isinstance(v, tensor_type)
-                }
+                found = {k: v for k, v in candidate.items() if isinstance(k, str) and isinstance(v, tensor_type)}
                 # A bare state dict is tensors and nothing else; one under a key may have companions.
                 if found and len(found) == len(candidate):
                     return found
-    what = (
-        f"its keys are {', '.join(printable(k, 20) for k in list(root)[:6])}"
-        if isinstance(root, dict)
-        else ""
-    )
+    what = f"its keys are {', '.join(printable(k, 20) for k in list(root)[:6])}" if isinstance(root, dict) else ""
     raise CheckpointError(
-        f"{source}: holds no weights{f' ({what})' if what else ''}: expected a model, or a state dict bare or "
-        f"under one of {', '.join(_STATE_DICT_KEYS)}"
+        f"{source}: holds no weights{f' ({what})' if what else ''}: expected a model, or a state dict bare "
+        f"or under one of {', '.join(_STATE_DICT_KEYS)}"
     )
 
 
@@ -125,7 +119,7 @@ def _modules(module: Inert, source: str) -> Iterator[tuple[str, Inert]]:
 
 
 def _flatten(root: Inert, source: str) -> Iterator[tuple[str, StoredTensor]]:
-    """(`model.0.conv.weight`, its tensor) for every parameter and buffer, named as `Module.state_dict` does."""
+    """(`model.0.conv.weight`, its tensor) for every parameter and buffer, named as in `Module.state_dict`."""
     for prefix, module in _modules(root, source):
         transient = _members(_attribute(module, "_non_persistent_buffers_set"))
         for group in ("_parameters", "_buffers"):
@@ -174,9 +168,7 @@ def plain(value: Any, values_of: Callable[[Any], Any], budget: list[int], depth:
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     if isinstance(value, dict):
-        return {
-            k: plain(v, values_of, budget, depth + 1) for k, v in value.items() if isinstance(k, (str, int))
-        }
+        return {k: plain(v, values_of, budget, depth + 1) for k, v in value.items() if isinstance(k, (str, int))}
     if isinstance(value, (list, tuple)):
         return [plain(item, values_of, budget, depth + 1) for item in value]
     if isinstance(value, StoredTensor):

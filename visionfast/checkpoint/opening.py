@@ -96,9 +96,7 @@ def _sha256(file: IO[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _read(
-    file: IO[bytes], head: bytes, path: Path, trust: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read(file: IO[bytes], head: bytes, path: Path, trust: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     source = str(path)
     if not head:
         raise CheckpointError(f"{source}: empty: {_EXPECTED}")
@@ -136,8 +134,8 @@ def _unpickle_trusted(file: IO[bytes], source: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever the file's own code raises
         raise CheckpointError(
-            f"{source}: cannot be unpickled ({type(error).__name__}: {printable(error)}); the packages that it "
-            "was saved with may be needed"
+            f"{source}: cannot be unpickled ({type(error).__name__}: {printable(error)}); it may need the "
+            "packages that it was saved with"
         ) from error
 
 
@@ -146,18 +144,14 @@ def _unpickle_trusted(file: IO[bytes], source: str) -> Any:
 
 def _is_safetensors(head: bytes) -> bool:
     """Eight bytes of header length, little endian, then a JSON object."""
-    return (
-        len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER
-    )
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         import safetensors
     except ImportError:
-        raise CheckpointError(
-            f"{path}: reading safetensors needs a package: pip install 'visionfast[build]'"
-        ) from None
+        raise CheckpointError(f"{path}: reading safetensors needs a package: pip install 'visionfast[build]'") from None
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}

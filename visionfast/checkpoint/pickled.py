@@ -124,9 +124,9 @@ class _Machine:
         names = list(self._refused)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise UnsafeCheckpointError(
-            f"{source}: asks for {', '.join(printable(n) for n in names[:3])}{more}, which weights do not need and "
-            "which could run code; nothing of it was run. Only if you trust whoever made the file, open it with "
-            "--trust-checkpoint"
+            f"{source}: asks for {', '.join(printable(n) for n in names[:3])}{more}, which weights do not need "
+            "and which could run code; nothing of it was run. Only if you trust whoever made the file, open it "
+            "with --trust-checkpoint"
         )
 
     def run(self, data: bytes) -> Any:

@@ -109,9 +109,7 @@ def _task(keys: Any) -> str:
 
 def _is_end_to_end(checkpoint: Checkpoint, keys: Any) -> bool:
     yaml = checkpoint.metadata.get("yaml")
-    return any(".one2one_cv" in key for key in keys) or bool(
-        isinstance(yaml, Mapping) and yaml.get("end2end")
-    )
+    return any(".one2one_cv" in key for key in keys) or bool(isinstance(yaml, Mapping) and yaml.get("end2end"))
 
 
 # ---- the network ------------------------------------------------------------------------------------------
@@ -136,8 +134,8 @@ def _rebuild(
             return config, blocks
     if raw is None:
         raise UnsupportedModelError(
-            f"{source}: a state dict without an architecture, and not of one of YOLOv8's or YOLO11's published "
-            f"sizes ({difference}); use the checkpoint that training wrote"
+            f"{source}: a state dict without an architecture, and not of one of YOLOv8's or YOLO11's "
+            f"published sizes ({difference}); use the checkpoint that training wrote"
         )
     raise CheckpointError(f"{source}: its weights are not those of its architecture: {difference}")
 
@@ -146,7 +144,7 @@ def _batch_norm_eps(checkpoint: Checkpoint) -> dict[str, float]:
     known = checkpoint.metadata.get("batch_norm_eps") or ()
     if len(known) > 1:
         raise UnsupportedModelError(
-            f"{checkpoint.path}: its batch norms differ in eps ({', '.join(map(str, known[:4]))}); expected one"
+            f"{checkpoint.path}: its batch norms differ in eps ({', '.join(map(str, known[:4]))}); expected one value"
         )
     return {"eps": float(known[0])} if known else {}
 
@@ -195,7 +193,7 @@ def _to_multiple(side: int, stride: int, up: bool) -> int:
 
 
 def _trained_size(checkpoint: Checkpoint, stride: int) -> tuple[int, int]:
-    """The training's `imgsz`, rounded up to what the network takes, as ultralytics does; 640 when it is not said."""
+    """The training's `imgsz`, rounded up to what the network takes, as ultralytics does; 640 when not said."""
     for place in ("args", "train_args", "imgsz"):
         said = checkpoint.metadata.get(place)
         size = said.get("imgsz") if isinstance(said, Mapping) else said
@@ -212,9 +210,7 @@ def _class_names(raw: Any, num_classes: int, source: str) -> tuple[str, ...]:
         return tuple(f"class_{i}" for i in range(num_classes))
     pairs = dict(enumerate(raw)) if isinstance(raw, (list, tuple)) else raw
     if not isinstance(pairs, Mapping):
-        raise CheckpointError(
-            f"{source}: its class names are a {type(raw).__name__}; expected names by number"
-        )
+        raise CheckpointError(f"{source}: its class names are a {type(raw).__name__}; expected names by number")
     by_id = {int(key) if str(key).isdecimal() else -1: value for key, value in pairs.items()}
     if sorted(by_id) != list(range(num_classes)):
         raise CheckpointError(

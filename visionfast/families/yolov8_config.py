@@ -30,9 +30,7 @@ ARCHITECTURES: dict[str, dict[str, tuple[float, float]]] = {
 _TEMPLATES = {"yolov8": "cfg/models/v8/yolov8{task}.yaml", "yolo11": "cfg/models/11/yolo11{task}.yaml"}
 
 _HEADS = frozenset({"Detect", "Segment"})
-_BLOCKS = frozenset(
-    {"C2PSA", "C2f", "C3Ghost", "C3k2", "Concat", "Conv", "DWConv", "GhostConv", "SPPF", "nn.Upsample"}
-)
+_BLOCKS = frozenset({"C2PSA", "C2f", "C3Ghost", "C3k2", "Concat", "Conv", "DWConv", "GhostConv", "SPPF", "nn.Upsample"})
 _STRINGS = frozenset({"nc", "None", "True", "False", "nearest", "bilinear"})
 _ACTIVATIONS = frozenset(
     {"ELU", "GELU", "Hardswish", "Identity", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU", "Softplus", "Tanh"}
@@ -74,9 +72,7 @@ def read_config(raw: object, source: str) -> YoloConfig:
     if not isinstance(raw, Mapping):
         raise _bad(source, f"its architecture is a {type(raw).__name__}, not a mapping")
     if raw.get("end2end"):
-        raise UnsupportedModelError(
-            f"{source}: an end-to-end (NMS-free) head is not handled; expected YOLOv8 or 11"
-        )
+        raise UnsupportedModelError(f"{source}: an end-to-end (NMS-free) head is not handled; expected YOLOv8 or 11")
     channels = raw.get("channels", raw.get("ch", 3))
     if channels != 3:
         raise UnsupportedModelError(f"{source}: takes {printable(channels)} channels; expected 3 (RGB)")

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from visionfast.checkpoint.pickled import printable
 from visionfast.errors import CheckpointError, UnsupportedModelError
 from visionfast.families.yolov8_config import YoloConfig
 
@@ -53,7 +54,7 @@ class BoxDecode(nn.Module):
     def forward(
         self, distances: torch.Tensor, scores: torch.Tensor, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, 4·reg_max, A) and (B, C, A) logits, (B, M, A) → (B, 4 + C + M, A): cx, cy, w, h, scores, rest."""
+        """From (B, 4·reg_max, A) and (B, C, A) logits and (B, M, A) coefficients to (B, 4 + C + M, A)."""
         batch, _, anchors = distances.shape
         likelihood = distances.reshape(batch * 4, -1, anchors).softmax(1)  # (B·4, reg_max, A)
         # A convolution, not a weighted sum: it rounds as the training code's does.
@@ -95,7 +96,7 @@ class YoloGraph(nn.Module):
 
 
 def _inputs(blocks: nn.Sequential) -> Inputs:
-    """For each block, which outputs it takes: -1 is the one before, as the only one or in a tuple of several."""
+    """For each block, which outputs it takes, one or a tuple of several: -1 is the one before."""
     return tuple(b.f if isinstance(b.f, int) else tuple(b.f) for b in cast("Any", blocks))
 
 
@@ -160,23 +161,13 @@ def build_blocks(config: YoloConfig, source: str) -> nn.Sequential:
         with _quiet_ultralytics(), torch.device("meta"):
             parse: Any = tasks.parse_model
             blocks, _saved = parse(copy.deepcopy(dict(config.yaml)), ch=3, verbose=False)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        AssertionError,
-        RuntimeError,
-        AttributeError,
-    ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{source}: its architecture cannot be built ({reason})") from error
+    except Exception as error:  # whatever a made-up architecture provokes
+        raise CheckpointError(f"{source}: its architecture cannot be built ({printable(error)})") from error
     finally:
         # Releases before 8.4 leave the class attribute at what a configuration's `activation` made it.
         Conv.default_act = default_activation
     for block in blocks.modules():
-        # C2f has a second forward for exporters: one Split, where chunk() traces as a dozen shape
-        # computations.
+        # C2f's second forward, for exporters: one Split, where chunk() traces as a dozen shape computations.
         if hasattr(block, "forward_split"):
             block.forward = block.forward_split
     network: nn.Sequential = blocks.eval()
@@ -211,23 +202,21 @@ def shapes_agree(blocks: nn.Sequential, weights: Mapping[str, torch.Tensor]) -> 
 
 
 def without_batch_norm(blocks: nn.Sequential, weights: Mapping[str, torch.Tensor]) -> nn.Sequential:
-    """The blocks of a checkpoint whose batch norms were folded already: convolutions with a bias and no norm."""
+    """The blocks, without batch norm where the weights have it folded into the convolution already."""
     for name, block in blocks.named_modules():
         conv = getattr(block, "conv", None)
-        if (
-            isinstance(conv, nn.Conv2d)
-            and f"{name}.conv.bias" in weights
-            and f"{name}.bn.weight" not in weights
-        ):
+        if isinstance(conv, nn.Conv2d) and f"{name}.conv.bias" in weights and f"{name}.bn.weight" not in weights:
             conv.bias = nn.Parameter(torch.empty(conv.out_channels, device="meta"))
             block.bn = nn.Identity()
     return blocks
 
 
-def load_weights(
-    blocks: nn.Sequential, weights: Mapping[str, torch.Tensor], eps: float = _BATCH_NORM_EPS
-) -> None:
-    """Gives the blocks their weights in FP32 and folds batch norm into the convolutions. All keys must match."""
+def load_weights(blocks: nn.Sequential, weights: Mapping[str, torch.Tensor], eps: float = _BATCH_NORM_EPS) -> None:
+    """Gives the blocks their weights in FP32 and folds batch norm into the convolutions.
+
+    The folded network is the reference, in FP32, that every engine is held against: ultralytics folds before it
+    predicts, too. `shapes_agree` comes first: all names must match.
+    """
     full = {
         name: weights[name].float() if name in weights else torch.zeros((), dtype=torch.long)
         for name in blocks.state_dict()
@@ -250,10 +239,8 @@ def level_strides(blocks: nn.Sequential, source: str) -> tuple[int, ...]:
             probe = torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta")
             features = _features(blocks, inputs, _kept_outputs(inputs), probe)
         sizes = [tuple(f.shape[-2:]) for f in features]
-    except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"{source}: its layers do not fit together ({str(error).splitlines()[0]})"
-        ) from error
+    except Exception as error:  # whatever a made-up architecture provokes
+        raise CheckpointError(f"{source}: its layers do not fit together ({printable(error)})") from error
     strides = tuple(_PROBE_SIZE // max(h, 1) for h, _ in sizes)
     if any((h * s, w * s) != (_PROBE_SIZE, _PROBE_SIZE) for (h, w), s in zip(sizes, strides, strict=True)):
         raise CheckpointError(f"{source}: its levels' sizes {sizes} are not whole fractions of {_PROBE_SIZE}")

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from visionfast.preprocess.cpu import CpuPreprocessor
     from visionfast.preprocess.dali import DaliPreprocessor, letterbox_pipeline
     from visionfast.preprocess.decode import decode_image
-    from visionfast.preprocess.reference_decode import decode_reference
     from visionfast.preprocess.limits import DecodeLimits
     from visionfast.preprocess.reference import letterbox, letterbox_geometry, normalise
+    from visionfast.preprocess.reference_decode import decode_reference
 
 __all__ = [
     "CpuPreprocessor",

@@ -35,7 +35,7 @@ class CpuPreprocessor:
         """Letterboxes `image` (H, W, 3) u8 into `slot` (h, w, 3) u8; every pixel of the slot is written.
 
         Raises:
-            ShapeError: `image` or `slot` is not of that shape and dtype.
+            ShapeError: `image` or `slot` is not of that shape and dtype, or `slot` is not C-contiguous.
         """
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or image.size == 0:
             raise ShapeError(f"image: expected (H, W, 3) uint8, got {image.shape} {image.dtype.name}")
@@ -50,8 +50,7 @@ class CpuPreprocessor:
             resized = cv2.resize(
                 np.ascontiguousarray(image), (new_w, new_h), dst=inside, interpolation=cv2.INTER_LINEAR
             )
-            if not np.may_share_memory(resized, inside):  # cv2 makes a new array where it cannot use the view
-                inside[...] = resized
+            assert resized is inside  # cv2 makes a new array, silently, where size or dtype do not fit
         pad = self.spec.pad_value
         slot[:top], slot[bottom:] = pad, pad
         slot[top:bottom, :left], slot[top:bottom, right:] = pad, pad
@@ -61,7 +60,7 @@ class CpuPreprocessor:
         """(N, h, w, 3) u8 → `out` (N, 3, h, w) f32 or f16, for engines that take their input normalised.
 
         Raises:
-            ShapeError: `canvas` or `out` is not of that shape and dtype.
+            ShapeError: `canvas` or `out` is not of that shape and dtype, or not C-contiguous.
         """
         h, w = self.spec.size_hw
         _check(canvas, "canvas", (len(canvas), h, w, 3), (np.uint8,))
@@ -72,11 +71,12 @@ class CpuPreprocessor:
         for pixels, planes in zip(canvas, out, strict=True):
             for channel, table, plane in zip(cv2.split(pixels, self._planes), tables, planes, strict=True):
                 looked_up = cv2.LUT(channel, table, dst=plane)
-                if not np.may_share_memory(looked_up, plane):
-                    plane[...] = looked_up
+                assert looked_up is plane
 
 
 def _check(array: npt.NDArray[Any], name: str, shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> None:
     if array.shape != shape or array.dtype not in dtypes:
         words = " or ".join(np.dtype(dtype).name for dtype in dtypes)
         raise ShapeError(f"{name}: expected {shape} {words}, got {array.shape} {array.dtype.name}")
+    if not array.flags.c_contiguous:
+        raise ShapeError(f"{name}: expected a C-contiguous array, got strides {array.strides}")

@@ -1,4 +1,4 @@
-"""Decode, letterbox and normalise as one DALI graph: the GPU's way, and on the CPU the same graph for the tests.
+"""Decode, letterbox and normalise as one DALI graph: the GPU's way, and on the CPU the same for the tests.
 
 Facts that shaped it (DALI 2.4): the decoder's `ANY_DATA` output crashes the process on a grey JPEG, so only
 RGB is asked for. One corrupt image raises for its whole batch; the next run is right again only with the
@@ -61,13 +61,10 @@ def letterbox_pipeline(
         raise OptionError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     try:  # by import_module: DALI's stubs know neither its types' names nor what it re-exports
         dali, fn, math, types = (
-            cast(Any, importlib.import_module("nvidia.dali" + part))
-            for part in ("", ".fn", ".math", ".types")
+            cast(Any, importlib.import_module("nvidia.dali" + part)) for part in ("", ".fn", ".math", ".types")
         )
     except ImportError as error:
-        raise BackendUnavailableError(
-            f"DALI cannot be imported ({error}); install visionfast[dali]"
-        ) from error
+        raise BackendUnavailableError(f"DALI cannot be imported ({error}); install visionfast[dali]") from error
 
     pipeline = dali.Pipeline(
         batch_size=batch,
@@ -146,7 +143,7 @@ class DaliPreprocessor:
         self._pipeline.build()
 
     def __call__(self, images: Sequence[bytes]) -> list[tuple[npt.NDArray[np.uint8], Letterbox] | ImageError]:
-        """For each image, in order: its canvas (h, w, 3) uint8 and its place in it, or what is wrong with it."""
+        """For each image, in order: canvas (h, w, 3) uint8 and its place in it, or what is wrong with it."""
         answers: dict[int, tuple[npt.NDArray[np.uint8], Letterbox] | ImageError] = {}
         admitted = []
         for index, data in enumerate(images):
@@ -172,9 +169,7 @@ class DaliPreprocessor:
             # A JPEG without its end marker may be cut short, which DALI may not mention.
             return header.ordinary and data.rstrip(b"\0").endswith(b"\xff\xd9")
         if kind == "PNG":
-            essentials, image_hw, orientation = png_essentials(
-                data, name, allow_truncated=self.limits.allow_truncated
-            )
+            essentials, image_hw, orientation = png_essentials(data, name, allow_truncated=self.limits.allow_truncated)
             self.limits.check_pixels(image_hw, name)
             depth, colour_type = data[24], data[25]
             opaque = colour_type in (0, 2) and b"tRNS" not in essentials

@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageFormatError, ImageNotFoundError
-from visionfast.preprocess.reference_decode import decode_reference
 from visionfast.preprocess.formats import read_jpeg_header
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.pixels import oriented, over_white
+from visionfast.preprocess.reference_decode import decode_reference
 
 __all__ = ["DecodeLimits", "decode_image", "decode_reference", "read_image_file"]
 
@@ -137,8 +137,7 @@ def _from_array(array: npt.NDArray[Any], limits: DecodeLimits, name: str) -> npt
     if array.dtype != np.uint8 or not shape_is_right or array.size == 0:
         raise ImageFormatError(
             name,
-            "expected a uint8 RGB array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), "
-            f"got {array.shape} {array.dtype}",
+            f"expected a uint8 RGB array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), got {array.shape} {array.dtype}",
         )
     limits.check_pixels((array.shape[0], array.shape[1]), name)
     channels = array[:, :, None] if array.ndim == 2 else array

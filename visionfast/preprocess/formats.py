@@ -225,9 +225,7 @@ def png_essentials(data: bytes, name: str, *, allow_truncated: bool) -> tuple[by
                 checksum = int.from_bytes(data[stop - 4 : stop], "big")
                 if zlib.crc32(view[position + 4 : stop - 4]) != checksum:
                     word = kind.decode("ascii")
-                    raise ImageTruncatedError(
-                        name, f"the PNG's {word} chunk fails its checksum{DAMAGE_REMEDY}"
-                    )
+                    raise ImageTruncatedError(name, f"the PNG's {word} chunk fails its checksum{DAMAGE_REMEDY}")
             kept.append(data[position:stop])
             complete = kind == b"IEND" and whole
         elif kind == b"eXIf":
@@ -257,9 +255,7 @@ def gif_extent_hw(data: bytes, name: str) -> tuple[int, int]:
             raise ImageFormatError(name, f"expected a frame in the GIF, got byte 0x{data[position]:02x}")
         left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, position + 1)
     except (struct.error, IndexError):
-        raise ImageTruncatedError(
-            name, f"the GIF ends before its first frame, at {len(data)} bytes"
-        ) from None
+        raise ImageTruncatedError(name, f"the GIF ends before its first frame, at {len(data)} bytes") from None
     return max(height, top + frame_height), max(width, left + frame_width)
 
 

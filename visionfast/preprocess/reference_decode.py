@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["decode_reference"]
 
 
-def decode_reference(
-    data: bytes, *, limits: DecodeLimits | None = None, name: str = "bytes"
-) -> npt.NDArray[np.uint8]:
+def decode_reference(data: bytes, *, limits: DecodeLimits | None = None, name: str = "bytes") -> npt.NDArray[np.uint8]:
     """One encoded image as (H, W, 3) uint8 RGB, C-contiguous, writable, upright.
 
     Raises:

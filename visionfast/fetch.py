@@ -114,6 +114,9 @@ def _download(url: str, file: Path, progress: Callable[[int, int], None]) -> Non
                 progress(done, total)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
+        if isinstance(error, urllib.error.HTTPError):
+            reason = f"{error.code} {error.reason}"
+            error.close()  # it is the answer, and holds the connection
         raise FetchError(
             f"{url}: cannot be fetched ({reason}); fetch it on a machine that reaches it and give its path to build"
         ) from error

@@ -1,0 +1,172 @@
+"""The command line as a person meets it: real processes, real files, one line an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+
+def visionfast(home: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "visionfast.cli", *map(str, arguments)]
+    environment = os.environ | {"VISIONFAST_HOME": str(home)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False, timeout=300)
+
+
+def _fails_in_one_line(done: subprocess.CompletedProcess[str], *words: str, code: int = 1) -> None:
+    lines = [line for line in done.stderr.splitlines() if line.startswith("visionfast: ")]
+    assert done.returncode == code, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one seeded yolov8n checkpoint (2 classes) and its OpenVINO engine at 128 pixels."""
+    import torch
+    from ultralytics.nn.tasks import DetectionModel
+
+    folder = tmp_path_factory.mktemp("home")
+    torch.manual_seed(0)
+    model = DetectionModel("yolov8n.yaml", nc=2, verbose=False)
+    model.names = {0: "cat", 1: "dog"}
+    (folder / "models" / "tiny").mkdir(parents=True)
+    content = {"model": model.half(), "ema": None, "train_args": {"imgsz": 128, "task": "detect"}, "epoch": -1}
+    torch.save(content, folder / "models" / "tiny" / "tiny.pt")
+    built = visionfast(folder, "build", "--model", "tiny")
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "picture.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
+    path.write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    return path
+
+
+def test_build_writes_a_certified_engine(home: Path) -> None:
+    document = json.loads((home / "engines/tiny/openvino-fp32-cpu-128x128-b1/engine.json").read_text())
+    assert document["certificate"]["status"] == "passed"
+    assert document["spec"]["class_names"] == ["cat", "dog"]
+    assert len(document["certificate"]["images"]) == 2
+    assert not [p for p in (home / "engines/tiny").iterdir() if p.name.startswith(".")]
+
+
+def test_predict_writes_json_and_pictures(home: Path, picture: Path, tmp_path: Path) -> None:
+    done = visionfast(
+        home, "predict", "tiny", picture, "--json", "-", "--save", tmp_path / "out", "--conf", "0.001", "--max-det", "7"
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    record = json.loads(line)
+    assert record["image_hw"] == [90, 160]
+    assert set(record["ms"]) == {"decode", "preprocess", "engine", "postprocess"}
+    assert 0 < len(record["detections"]) <= 7
+    assert {d["class_name"] for d in record["detections"]} <= {"cat", "dog"}
+    drawn = cv2.imread(str(tmp_path / "out" / "picture.jpg"))
+    assert drawn.shape == (90, 160, 3)
+
+
+def test_a_bad_file_among_good_ones(home: Path, picture: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "words.jpg"
+    bad.write_text("these are words")
+    out = tmp_path / "answers.jsonl"
+    done = visionfast(home, "predict", "tiny", bad, picture, tmp_path / "missing.jpg", "--json", out)
+    assert done.returncode == 1
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r.get("error", {}).get("kind") for r in records] == ["format", None, "not-found"]
+    assert "2 of 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(picture) in visionfast(home, "predict", "tiny", tmp_path).stdout
+    assert str(picture) in visionfast(home, "predict", "tiny", tmp_path / "*.png").stdout
+    _fails_in_one_line(visionfast(home, "predict", "tiny", empty), "directory with images")
+    _fails_in_one_line(visionfast(home, "predict", "tiny", tmp_path / "*.bmp"), "matches nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("build", "--model", "nothing.pt"), ("nothing.pt", "tiny")),
+        (("build", "--model", "tiny", "--imgsz", "100"), ("multiple", "32")),
+        (("build", "--model", "tiny", "--imgsz", "wide"), ("--imgsz wide",)),
+        (("build", "--model", "tiny", "--backend", "onnx"), ("onnx", "openvino")),
+        (("build", "--model", "tiny", "--precision", "int4"), ("int4", "fp32")),
+        (("build", "--model", "tiny", "--backend", "openvino", "--gpu", "sm89"), ("--gpu",)),
+        (("build", "--model", "tiny", "--gpu", "sm90"), ("sm90", "sm89")),
+        (("build", "--model", "tiny", "--batch", "0"), ("batch",)),
+        (("build", "--model", "tiny", "--images", "."), ("images",)),
+        (("predict", "nothing", "x.jpg"), ("nothing", "engine")),
+        (("predict", "models/tiny/tiny.pt", "x.jpg"), ("got weights",)),
+        (("predict", "tiny", "x.jpg", "--conf", "2"), ("conf", "2")),
+        (("predict", "tiny", "x.jpg", "--classes", "horse"), ("horse", "cat")),
+        (("predict", "tiny", "x.jpg", "--classes", "9"), ("9",)),
+        (("predict", "tiny", "x.jpg", "--threads", "0"), ("threads",)),
+        (("show", "nothing"), ("nothing",)),
+        (("fetch", "yolov9000"), ("yolov9000", "yolov8s-people")),
+    ],
+)
+def test_every_mistake_is_one_line(home: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    _fails_in_one_line(visionfast(home, *arguments), *words)
+
+
+def test_a_weights_file_that_is_not_one(home: Path, tmp_path: Path) -> None:
+    for name, content in (("empty.pt", b""), ("words.pt", b"hello"), ("cut.safetensors", b"\0" * 20)):
+        path = tmp_path / name
+        path.write_bytes(content)
+        _fails_in_one_line(visionfast(home, "build", "--model", path), name)
+    assert sorted(p.name for p in (home / "engines").iterdir()) == ["tiny"]
+
+
+def test_a_damaged_manifest(home: Path, tmp_path: Path) -> None:
+    import shutil
+
+    engine = shutil.copytree(home / "engines/tiny/openvino-fp32-cpu-128x128-b1", tmp_path / "engine")
+    manifest = engine / "engine.json"
+    manifest.write_text(manifest.read_text()[:200])
+    _fails_in_one_line(visionfast(home, "predict", engine, "x.jpg"), "engine.json", "damaged")
+
+
+def test_usage_errors_exit_with_two(home: Path) -> None:
+    done = visionfast(home, "predict")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback(home: Path) -> None:
+    done = visionfast(home, "--debug", "show", "nothing")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_list_show_and_doctor(home: Path) -> None:
+    listed = visionfast(home, "list").stdout
+    assert "models/tiny/tiny.pt" in listed
+    assert "openvino-fp32-cpu-128x128-b1" in listed
+    shown = visionfast(home, "show", "tiny").stdout
+    assert "yolov8n" in shown
+    assert "passed" in shown
+    assert "openvino" in visionfast(home, "doctor").stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, visionfast, visionfast.cli; "
+        "print([m for m in ('torch','cv2','openvino','numpy','rich.table','PIL') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import types as pytypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -294,8 +294,12 @@ def engine_folders() -> list[Path]:
     return sorted(p.parent for p in root.glob(f"*/*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
 
 
-def find_engine(reference: str | os.PathLike[str]) -> Path:
-    """The engine's folder that `reference` names: its path, its engine.json, or a model's name when it has one engine.
+def find_engine(
+    reference: str | os.PathLike[str], *, usable: Callable[[EngineManifest], bool] = lambda manifest: True
+) -> Path:
+    """The engine's folder that `reference` names: its path, its engine.json, or a model's name.
+
+    A model's name is enough where it has one engine, or one that is `usable`.
 
     Raises:
         ArtifactError: there is none, or several; the message lists what is there.
@@ -311,11 +315,19 @@ def find_engine(reference: str | os.PathLike[str]) -> Path:
         if (named / MANIFEST_NAME).is_file():
             return named
         inside = sorted(p.parent for p in named.glob(f"*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
-        if len(inside) == 1:
-            return inside[0]
+        able = [folder for folder in inside if len(inside) > 1 and _is_usable(folder, usable)]
+        if len(inside) == 1 or len(able) == 1:
+            return (able or inside)[0]
         if inside:
             raise ArtifactError(f"{text}: {len(inside)} engines are there; give one of: " + ", ".join(map(str, inside)))
     if path.is_file() and path.suffix in MODEL_SUFFIXES:
         raise ArtifactError(f"{text}: expected an engine, got weights; `visionfast build --model {text}` makes one")
     here = ", ".join(str(p) for p in engine_folders()) or "none yet"
     raise ArtifactError(f"{text}: no engine there (engines here: {here}); `visionfast build --model …` makes one")
+
+
+def _is_usable(folder: Path, usable: Callable[[EngineManifest], bool]) -> bool:
+    try:
+        return usable(read_manifest(folder))
+    except ManifestError:
+        return False

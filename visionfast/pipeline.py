@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from visionfast import artifacts
 from visionfast.backends import get_backend
-from visionfast.errors import ImageError, OptionError
+from visionfast.errors import BackendError, ImageError, OptionError
 from visionfast.postprocess.detections import check_options, postprocess
 from visionfast.preprocess.cpu import CpuPreprocessor
 from visionfast.preprocess.decode import DecodeLimits, decode_image
@@ -99,7 +99,7 @@ class Detector:
             BackendError: this machine cannot run it.
             OptionError: an option does not exist or is out of its range.
         """
-        folder = artifacts.find_engine(engine)
+        folder = artifacts.find_engine(engine, usable=_runs_here)
         manifest = artifacts.read_manifest(folder)
         return cls._from_folder(folder, manifest, threads, options)
 
@@ -228,10 +228,18 @@ class Segmenter(Detector):
 
 def open_engine(engine: str | os.PathLike[str], *, threads: int | None = None, **options: Any) -> Detector:
     """Opens an engine as what its task needs, `Detector` or `Segmenter`; arguments and errors as `Detector.open`."""
-    folder = artifacts.find_engine(engine)
+    folder = artifacts.find_engine(engine, usable=_runs_here)
     manifest = artifacts.read_manifest(folder)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, options)
+
+
+def _runs_here(manifest: EngineManifest) -> bool:
+    try:
+        get_backend(manifest.backend).check_runnable(manifest)
+    except (BackendError, OptionError):
+        return False
+    return True
 
 
 def _class_id(named: int | str, class_names: tuple[str, ...]) -> int:

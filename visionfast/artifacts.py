@@ -122,6 +122,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     Raises:
         ArtifactError: the disk is full, or the folder cannot be written.
     """
+    new_parent = not target.parent.exists()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
@@ -146,6 +147,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise ArtifactError(f"{target}: cannot be written ({_reason(error)}); nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if new_parent:
+            with contextlib.suppress(OSError):  # there is something in it: all went well
+                target.parent.rmdir()
 
 
 # ---- dataclass ↔ JSON -------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ def main() -> None:
             f"{type(error).__name__}: {' '.join(str(error).split())} (a defect of visionfast; --debug shows where)",
             1,
         )
+    if code == 130:  # typer's word for Ctrl-C
+        _fail("interrupted; nothing half-written is left", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -80,7 +80,10 @@ class OpenVinoBackend:
             file = f"{request.graph.name}.xml"
             ov.save_model(graph[0], request.folder / file, compress_to_fp16=False)
         except RuntimeError as error:
-            raise BuildError(f"openvino: {_first_line(error)}") from error
+            # OpenVINO calls a full disk an iostream error.
+            full = shutil.disk_usage(request.folder).free < 1 << 20
+            reason = "the disk is full" if full else _first_line(error)
+            raise BuildError(f"openvino: {reason}; nothing was left there") from error
         return Compiled(graph[1], file, (file, f"{request.graph.name}.bin"))
 
     def check_runnable(self, manifest: EngineManifest) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +39,97 @@ def photographs() -> list[Path]:
         pytest.skip("the two photographs come with ultralytics, which is not installed")
     assets = Path(found.origin).parent / "assets"
     return [assets / "bus.jpg", assets / "zidane.jpg"]
+
+
+# ---- checkpoints and engines, made once a session --------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def seeded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`seeded_checkpoint(task, nc)`: an untrained YOLOv8n of that task, as ultralytics saves a checkpoint.
+
+    Its weights are seeded, and its head is tuned so that every score is near 0.12: it finds nothing at the usual
+    threshold, and its raw scores are still large enough to differ.
+    """
+    pytest.importorskip("ultralytics", reason="checkpoints are made with ultralytics: pip install 'visionfast[build]'")
+    folder = tmp_path_factory.mktemp("weights")
+
+    @functools.cache
+    def make(task: str = "detect", nc: int = 3) -> Path:
+        import torch
+        from ultralytics import YOLO
+
+        torch.manual_seed(0)
+        yolo = YOLO("yolov8n-seg.yaml" if task == "segment" else "yolov8n.yaml", verbose=False)
+        model = type(yolo.model)(yolo.model.yaml["yaml_file"], nc=nc, verbose=False)
+        with torch.no_grad():
+            for branch in model.model[-1].cv3:
+                branch[-1].bias.fill_(-2.0)
+        model.names = {i: f"kind {i}" for i in range(nc)}
+        model.task = task
+        model.args = {"imgsz": 320, "task": task}
+        yolo.model = model
+        path = folder / f"yolov8n-{task}-{nc}.pt"
+        yolo.save(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def people_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real, trained YOLOv8s: from models/ where it was fetched, else fetched now."""
+    from visionfast import artifacts
+    from visionfast.errors import VisionfastError
+    from visionfast.fetch import fetch
+
+    for root in (artifacts.models_home(), Path(__file__).parents[1] / "models"):
+        if found := sorted(root.glob("yolov8s-people/*.pt")):
+            return found[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VISIONFAST_HOME", str(tmp_path_factory.mktemp("fetched")))
+        try:
+            return fetch("yolov8s-people")
+        except VisionfastError as error:
+            pytest.skip(f"the trained checkpoint is not in models/ and cannot be fetched: {error}")
+
+
+@pytest.fixture
+def engine_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty `VISIONFAST_HOME`."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("VISIONFAST_HOME", str(home))
+    return home
+
+
+@pytest.fixture(scope="session")
+def built_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`built_engine(checkpoint, backend="openvino", **options)`: an engine's folder, built once a session.
+
+    It is shared: a test that changes it takes `copied_engine`.
+    """
+    pytest.importorskip("openvino", reason="engines are built with openvino: pip install 'visionfast[openvino]'")
+    pytest.importorskip("onnx", reason="engines are built from ONNX: pip install 'visionfast[build]'")
+    home = tmp_path_factory.mktemp("engines")
+
+    @functools.cache
+    def make(checkpoint: Path, **options: Any) -> Path:
+        from visionfast.build import build
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VISIONFAST_HOME", str(home))
+            return build(checkpoint, **{"backend": "openvino"} | options)[0]
+
+    return make
+
+
+@pytest.fixture
+def copied_engine(
+    built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path], engine_home: Path
+) -> Path:
+    """A small engine's folder of the test's own, under `engine_home`."""
+    source = built_engine(seeded_checkpoint("detect", 3))
+    target = engine_home / "engines" / "small" / source.name
+    shutil.copytree(source, target)
+    return target

@@ -232,16 +232,23 @@ def read_manifest(folder: Path, *, verify: bool = False) -> EngineManifest:
         manifest: EngineManifest = _decode(EngineManifest, document, MANIFEST_NAME)
     except ManifestError as error:
         raise ManifestError(f"{path}: {error}; build the engine again") from None
+    if not manifest.spec.graphs:
+        raise ManifestError(f"{path}: expected at least one graph, got none; build the engine again")
+    for graph in manifest.spec.graphs:
+        if not graph.inputs or not graph.outputs:
+            raise ManifestError(f"{path}: graph {graph.name!r}: expected at least one input and output; build it again")
+        if graph.name not in manifest.files:
+            raise ManifestError(f"{path}: no file for the graph {graph.name!r}; build the engine again")
     for name in manifest.files.values():
         if name not in manifest.sha256:
-            raise ManifestError(f"{path}: no sha256 for {name}; build the engine again")
+            raise ManifestError(f"{path}: no sha256 for {name!r}; build the engine again")
     for name, expected in manifest.sha256.items():
         # A manifest is data from elsewhere: it may name files in its own folder and nothing else.
         if Path(name).name != name or name in ("", ".", ".."):
             raise ManifestError(f"{path}: file name {name!r} leaves the engine's folder")
         file = folder / name
         if not file.is_file():
-            raise ManifestError(f"{path}: {name} is missing beside it; build the engine again")
+            raise ManifestError(f"{path}: {name!r} is missing beside it; build the engine again")
         if verify and (got := sha256_file(file)) != expected:
             raise ManifestError(
                 f"{file}: expected sha256 {expected[:12]}…, got {got[:12]}…; it was changed: build it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -109,6 +110,8 @@ class Detector:
     ) -> _Self:
         if threads is not None and threads < 1:
             raise OptionError(f"threads: expected at least 1, got {threads}")
+        if unknown := sorted(set(options) - set(known := _option_names(cls))):
+            raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
         runner = get_backend(manifest.backend).load(folder, manifest, manifest.spec.graphs[0], threads=threads)
         try:
             detector = cls(manifest.spec, runner, **options)
@@ -242,11 +245,16 @@ def _runs_here(manifest: EngineManifest) -> bool:
     return True
 
 
+def _option_names(opened: type[Detector]) -> list[str]:
+    """What the class takes by keyword, beside the model and its runner."""
+    return [p.name for p in inspect.signature(opened).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
 def _class_id(named: int | str, class_names: tuple[str, ...]) -> int:
     if isinstance(named, str):
         with contextlib.suppress(ValueError):
             return class_names.index(named)
-        if not named.isdigit():
+        if not named.isdecimal():
             shown = ", ".join(class_names[:12]) + (", …" if len(class_names) > 12 else "")
             raise OptionError(f"classes: no class {named!r}; there are {shown}")
     return int(named)

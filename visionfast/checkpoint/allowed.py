@@ -75,7 +75,7 @@ _PATTERNS = re.compile(
             rf"models\.(?:yolo|common|experimental)\.{_CLASS}",
             r"pathlib(?:\._local)?\.(?:Pure)?(?:Posix|Windows)?Path",
             r"numpy\.(?:bool_?|u?int(?:8|16|32|64)|float(?:16|32|64))",
-            r"numpy\._?core\.multiarray\.(?:scalar|_reconstruct)",
+            r"numpy\._?core\.(?:multiarray\.(?:scalar|_reconstruct)|numeric\._frombuffer)",
         )
     ),
     re.ASCII,

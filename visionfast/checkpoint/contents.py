@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from visionfast.checkpoint.archive import StoredTensor, TorchArchive
@@ -178,8 +179,10 @@ def plain(value: Any, values_of: Callable[[Any], Any], budget: list[int], depth:
         if value.name.endswith("Namespace"):
             return plain(value.state, values_of, budget, depth + 1)
         if value.name.startswith("pathlib."):
-            return "/".join(str(part) for part in value.args if isinstance(part, str))
+            return PurePath(*(part for part in value.args if isinstance(part, str))).as_posix()
         return None
+    if isinstance(value, PurePath):
+        return value.as_posix()
     if type(value).__name__.endswith("Namespace"):
         return plain(vars(value), values_of, budget, depth + 1)
     return values_of(value)

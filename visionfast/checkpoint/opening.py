@@ -102,7 +102,7 @@ def _read(file: IO[bytes], head: bytes, path: Path, trust: bool) -> tuple[dict[s
         raise CheckpointError(f"{source}: empty: {_EXPECTED}")
     if _is_safetensors(head):
         return _read_safetensors(path)
-    is_pickle = head.startswith(b"\x80") and head[1:2] <= b"\x05"
+    is_pickle = head.startswith(b"\x80") and b"\x02" <= head[1:2] <= b"\x05"
     if trust and (head.startswith(_ZIP) or is_pickle):
         return from_objects(_unpickle_trusted(file, source), source)
     if head.startswith(_ZIP):

@@ -82,6 +82,8 @@ def read_image_file(
         ImageTooLargeError: too many bytes; it is not read then.
     """
     name = name or os.fspath(path)
+    if not os.fspath(path):
+        raise ImageNotFoundError(name or "path", "expected the path of an image file, got an empty one")
     try:
         # Looked at before it is opened: opening a pipe waits for its writer, and a device may do anything.
         mode = Path(path).stat().st_mode

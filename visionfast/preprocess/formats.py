@@ -9,6 +9,7 @@ Sources: ITU-T T.81 (JPEG), W3C PNG (third edition), CompuServe GIF89a, RFC 9649
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ _AVIF_BRANDS = (b"avif", b"avis")
 _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 
 DAMAGE_REMEDY = "; send a whole file, or allow truncated images"
+
+_JPEG_MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)  # after any number of fill bytes
 
 # A JPEG of millions of tiny segments, or a progressive one of thousands of scans, is valid and takes minutes
 # to walk or to decode. Encoders write about ten scans; the standard's own progression can need a few dozen.
@@ -154,18 +157,16 @@ def read_jpeg_header(data: bytes, name: str) -> JpegHeader:
     progressive = False
     position = 2
     for _ in range(_MAX_JPEG_SEGMENTS):
-        position = data.find(b"\xff", position)  # libjpeg, too, skips what is between segments
-        while position >= 0 and data[position + 1 : position + 2] == b"\xff":  # fill bytes
-            position += 1
-        if position < 0 or position + 2 > len(data):
+        found = _JPEG_MARKER.search(data, position)  # libjpeg, too, skips what is between segments
+        if found is None:
             raise ImageTruncatedError(name, f"the JPEG ends inside its header, after {len(data)} bytes")
-        start, marker = position, data[position + 1]
-        position += 2
+        position = found.end()
+        start, marker = position - 2, data[position - 1]
         if marker == 0 or marker == 0x01 or 0xD0 <= marker <= 0xD8:  # stands alone
             continue
         if marker == 0xD9:
             raise ImageTruncatedError(name, "the JPEG ends before its first scan")
-        length = int.from_bytes(data[position : position + 2], "big")
+        length = int.from_bytes(data[position : position + 2].ljust(2, b"\xff"), "big")
         if length < 2:
             raise ImageFormatError(name, f"JPEG segment 0x{marker:02x} has no length")
         if position + length > len(data):

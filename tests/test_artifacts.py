@@ -1,0 +1,295 @@
+"""What stands on disk is the old or the new, never a half; what is read from it is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from visionfast import artifacts
+from visionfast.errors import ArtifactError, ManifestError
+from visionfast.types import Certificate, EngineManifest, GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
+
+
+def _manifest(content: bytes = b"weights") -> EngineManifest:
+    import hashlib
+
+    graph = GraphSpec(
+        "model",
+        (TensorSpec("images", (1, 32, 64, 3), "uint8", "NHWC"),),
+        (TensorSpec("predictions", (1, 6, 42), "float32"),),
+    )
+    spec = ModelSpec("small", "yolov8", "yolov8n", "detect", (graph,), PreprocessSpec((32, 64)), ("a", "ü"), (8, 16))
+    return EngineManifest(
+        spec=spec,
+        backend="openvino",
+        precision="fp32",
+        device="cpu",
+        runtime_version="2026.1.0",
+        files={"model": "model.bin"},
+        sha256={"model.bin": hashlib.sha256(content).hexdigest()},
+        onnx_sha256={"model": "0" * 64},
+        weights_sha256="1" * 64,
+        keep_fp32=("decode",),
+        certificate=Certificate(
+            "passed", "eager", {"min_iou": 0.99, "unmatched": 0}, {"min_iou": 1.0}, ({"file": "a.jpg", "objects": 2},)
+        ),
+        created="2026-01-01T00:00:00+00:00",
+        visionfast_version="0.0",
+    )
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "model.bin").write_bytes(b"weights")
+    artifacts.write_manifest(folder, _manifest())
+    return folder
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error)
+    assert text
+    assert "\n" not in text
+    return text
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "engine.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+# ---- engine.json ------------------------------------------------------------------------------------------
+
+
+def test_manifest_round_trip(engine: Path) -> None:
+    assert artifacts.read_manifest(engine, verify=True) == _manifest()
+    assert sorted(p.name for p in engine.iterdir()) == ["engine.json", "model.bin"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"{}", b'{"format": 2}', b"\xff\xfe\x00", b"[" * 100_000, b'{"format": 1}'],
+)
+def test_damaged_manifest(engine: Path, content: bytes) -> None:
+    (engine / "engine.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=r"engine\.json.*build the engine again") as caught:
+        artifacts.read_manifest(engine)
+    _one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(colour=1), "unknown key 'colour'; the keys are backend"),
+        (lambda d: d["spec"].update(tusk="detect"), "unknown key 'tusk'"),
+        (lambda d: d.pop("backend"), "the key 'backend' is missing"),
+        (lambda d: d["spec"]["preprocess"].pop("size_hw"), "the key 'size_hw' is missing"),
+        (lambda d: d.update(precision="int4"), "expected one of 'fp32', 'fp16', 'bf16', got 'int4'"),
+        (lambda d: d.update(precision=["fp32"]), "expected one of 'fp32'"),
+        (lambda d: d.update(backend=None), "expected str, got None"),
+        (lambda d: d.update(files=["model.bin"]), "files: expected an object, got list"),
+        (lambda d: d["spec"].update(class_names="ab"), "class_names: expected a list, got str"),
+        (lambda d: d["spec"].update(class_names=["a", 2]), r"class_names\[1\]: expected str, got 2"),
+        (lambda d: d["spec"]["preprocess"].update(size_hw=[32]), "size_hw: expected 2 values, got 1"),
+        (lambda d: d["spec"]["preprocess"].update(size_hw=[32.5, 64]), "expected int, got 32.5"),
+        (lambda d: d["spec"]["preprocess"].update(pad_value=True), "expected int, got True"),
+        (lambda d: d.update(spec="small"), "spec: expected an object, got str"),
+        (lambda d: d.update(sha256={}), "no sha256 for 'model.bin'"),
+        (lambda d: d.update(files={}), "no file for the graph 'model'"),
+        (lambda d: d["spec"].update(graphs=[]), "expected at least one graph"),
+        (lambda d: d["spec"]["graphs"][0].update(inputs=[]), "expected at least one input"),
+    ],
+)
+def test_mistyped_manifest(engine: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
+    _edit(engine, change)
+    with pytest.raises(ManifestError, match=says) as caught:
+        artifacts.read_manifest(engine)
+    assert str(engine / "engine.json") in _one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.bin", "/etc/passwd", "", ".", "..", "sub/model.bin", "model.bin/", "a\nb", "a\0b"]
+)
+def test_a_manifest_names_files_beside_it_only(engine: Path, name: str) -> None:
+    (engine.parent / "model.bin").write_bytes(b"weights")
+
+    def point_elsewhere(document: dict[str, Any]) -> None:
+        document["files"] = {"model": name}
+        document["sha256"] = {name: "0" * 64}
+
+    _edit(engine, point_elsewhere)
+    with pytest.raises(ManifestError) as caught:
+        artifacts.read_manifest(engine)
+    _one_line(caught.value)
+
+
+def test_missing_and_changed_files(engine: Path, tmp_path: Path) -> None:
+    (engine / "model.bin").write_bytes(b"Weights")
+    artifacts.read_manifest(engine)
+    with pytest.raises(ManifestError, match="it was changed: build it again"):
+        artifacts.read_manifest(engine, verify=True)
+    (engine / "model.bin").unlink()
+    with pytest.raises(ManifestError, match=r"model\.bin.* is missing beside it"):
+        artifacts.read_manifest(engine)
+    with pytest.raises(ManifestError, match=r"there is no engine\.json in it"):
+        artifacts.read_manifest(tmp_path / "nowhere")
+
+
+# ---- writing ----------------------------------------------------------------------------------------------
+
+
+def test_atomic_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b"
+    with artifacts.atomic_folder(target) as folder:
+        (folder / "one").write_text("1")
+        assert not target.exists()
+    assert (target / "one").read_text() == "1"
+    assert [p.name for p in target.parent.iterdir()] == ["b"]
+
+
+def test_atomic_folder_replaces(tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    target.mkdir()
+    (target / "old").touch()
+    with artifacts.atomic_folder(target) as folder:
+        (folder / "new").touch()
+        assert (target / "old").exists()
+    assert [p.name for p in tmp_path.rglob("*")] == ["b", "new"]
+
+
+@pytest.mark.parametrize("interruption", [ValueError("wrong"), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_atomic_folder_vanishes(tmp_path: Path, interruption: BaseException, replaces: bool) -> None:
+    target = tmp_path / "b"
+    if replaces:
+        target.mkdir()
+        (target / "old").touch()
+    with pytest.raises(type(interruption)), artifacts.atomic_folder(target) as folder:
+        (folder / "half").touch()
+        raise interruption
+    assert [p.name for p in tmp_path.rglob("*")] == (["b", "old"] if replaces else [])
+
+
+def test_atomic_folder_keeps_the_old_one_when_the_rename_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "b"
+    target.mkdir()
+    (target / "old").touch()
+    rename = Path.rename
+
+    def refuse_the_new_one(self: Path, to: Path) -> Path:
+        if (self / "new").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new_one)
+    with pytest.raises(ArtifactError, match="Input/output error"), artifacts.atomic_folder(target) as folder:
+        (folder / "new").touch()
+    assert [p.name for p in tmp_path.rglob("*")] == ["b", "old"]
+
+
+def _fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fdopen(handle: int, *_: Any) -> io.BytesIO:
+        os.close(handle)
+        return Full()
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text("old")
+    with monkeypatch.context() as patch:
+        _fill_the_disk(patch)
+        with pytest.raises(ArtifactError, match="the disk is full") as caught:
+            artifacts.atomic_write(file, b"new")
+        _one_line(caught.value)
+        with pytest.raises(ArtifactError, match="the disk is full"), artifacts.atomic_folder(tmp_path / "e") as folder:
+            artifacts.write_manifest(folder, _manifest())
+    assert [p.name for p in tmp_path.rglob("*")] == ["engine.json"]
+    assert file.read_text() == "old"
+
+
+def test_full_disk_in_a_compiler(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="the disk is full"), artifacts.atomic_folder(tmp_path / "e"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match="cannot be written"), artifacts.atomic_folder(tmp_path / "file" / "e"):
+        pytest.fail("the block must not run")
+    with pytest.raises(ArtifactError, match="cannot be written"):
+        artifacts.atomic_write(tmp_path / "file" / "e", b"")
+
+
+# ---- finding ----------------------------------------------------------------------------------------------
+
+
+def test_find_model(engine_home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"people: no such file.*nothing yet.*visionfast fetch"):
+        artifacts.find_model("people")
+    loose, inside = engine_home / "models" / "loose.pt", engine_home / "models" / "people" / "best.pt"
+    inside.parent.mkdir(parents=True)
+    loose.touch()
+    inside.touch()
+    for reference, expected in [
+        ("loose", loose),
+        ("loose.pt", loose),
+        ("people", inside),
+        ("best", inside),
+        (str(inside.parent), inside),
+        (str(inside), inside),
+    ]:
+        assert artifacts.find_model(reference) == expected
+    with pytest.raises(ArtifactError, match=r"there: loose\.pt, people"):
+        artifacts.find_model("nobody")
+    (inside.parent / "last.pt").touch()
+    with pytest.raises(ArtifactError, match=r"people: 2 files have that name.*best\.pt.*last\.pt"):
+        artifacts.find_model("people")
+    with pytest.raises(ArtifactError, match="found 2; name the file"):
+        artifacts.find_model(str(inside.parent))
+    with pytest.raises(ArtifactError, match="found 0"):
+        artifacts.find_model(str(tmp_path))
+
+
+def test_find_engine(engine_home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"small: no engine there \(engines here: none yet\)"):
+        artifacts.find_engine("small")
+    first = engine_home / "engines" / "small" / "one"
+    first.mkdir(parents=True)
+    artifacts.write_manifest(first, _manifest())
+    for reference in ("small", "small/one", first, first / "engine.json", str(first) + "/", first.parent):
+        assert artifacts.find_engine(reference) == first
+    second = first.parent / "two"
+    second.mkdir()
+    artifacts.write_manifest(second, dataclasses.replace(_manifest(), precision="bf16"))
+    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: .*one, .*two"):
+        artifacts.find_engine("small")
+    with pytest.raises(ArtifactError, match=r"other: no engine there \(engines here: .*one, .*two\)"):
+        artifacts.find_engine("other")
+    weights = tmp_path / "w.pt"
+    weights.touch()
+    with pytest.raises(ArtifactError, match="expected an engine, got weights; `visionfast build"):
+        artifacts.find_engine(weights)
+    assert artifacts.engine_folders() == [first, second]
+    (first.parent / ".two.half").mkdir()
+    artifacts.write_manifest(first.parent / ".two.half", _manifest())
+    assert artifacts.engine_folders() == [first, second]

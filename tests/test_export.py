@@ -1,0 +1,268 @@
+"""Fixed-shape ONNX: the same bytes for the same weights, with the precision written into the graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from visionfast.checkpoint import open_checkpoint
+from visionfast.errors import ArtifactError, BuildError, OptionError
+from visionfast.export import export_onnx, half_precision
+from visionfast.families import LoadedModel, identify
+from visionfast.types import GraphSpec, TensorSpec
+
+
+def load(path: Path, size_hw: tuple[int, int]) -> LoadedModel:
+    checkpoint = open_checkpoint(path)
+    return identify(checkpoint).load(checkpoint, name="m", size_hw=size_hw)
+
+
+@pytest.fixture(scope="module")
+def segment_pt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ultralytics.nn.tasks import SegmentationModel
+
+    torch.manual_seed(0)
+    model = SegmentationModel("yolov8n-seg.yaml", nc=2, verbose=False)
+    path = tmp_path_factory.mktemp("weights") / "a.pt"
+    torch.save({"model": model.half()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def segment(segment_pt: Path) -> LoadedModel:
+    return load(segment_pt, (64, 96))
+
+
+def export(loaded: LoadedModel, path: Path, precision: Any, keep: tuple[str, ...] | None = None) -> GraphSpec:
+    graph = loaded.spec.graphs[0]
+    islands = loaded.fp32_islands[graph.name] if keep is None else keep
+    return export_onnx(loaded.modules[graph.name], graph, path, precision=precision, keep_fp32=islands)
+
+
+def value_types(path: Path) -> dict[str, int]:
+    model = onnx.shape_inference.infer_shapes(onnx.load(path), check_type=True, strict_mode=True, data_prop=True)
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    return {
+        **{v.name: v.type.tensor_type.elem_type for v in values},
+        **{w.name: w.data_type for w in model.graph.initializer},
+    }
+
+
+def openvino_outputs(path: Path, images: np.ndarray) -> list[np.ndarray]:
+    import openvino as ov
+
+    compiled = ov.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 2})
+    found = compiled.create_infer_request().infer([images])
+    return [np.array(found[i]) for i in range(len(compiled.outputs))]
+
+
+# ---- what is written --------------------------------------------------------------------------------------
+
+
+def test_fp32(segment: LoadedModel, tmp_path: Path) -> None:
+    written = export(segment, tmp_path / "a.onnx", "fp32")
+    assert written == segment.spec.graphs[0]
+    model = onnx.load(tmp_path / "a.onnx")
+    assert model.opset_import[0].version == 17
+    assert [i.name for i in model.graph.input] == ["images"]
+    assert [o.name for o in model.graph.output] == ["predictions", "prototypes"]
+    assert {w.data_type for w in model.graph.initializer} == {TensorProto.FLOAT}
+    assert not any(node.op_type == "Cast" for node in model.graph.node)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.onnx"]
+
+
+def test_fp16_keeps_the_box_decode_in_fp32(segment: LoadedModel, tmp_path: Path) -> None:
+    written = export(segment, tmp_path / "a.onnx", "fp16")
+    dtypes = {t.name: t.dtype for t in (*written.inputs, *written.outputs)}
+    assert dtypes == {"images": "float16", "predictions": "float32", "prototypes": "float16"}
+    model, types = onnx.load(tmp_path / "a.onnx"), value_types(tmp_path / "a.onnx")
+    inside = [n for n in model.graph.node if "/decode/" in n.name and n.op_type not in ("Constant", "Shape")]
+    floating = (TensorProto.FLOAT, TensorProto.FLOAT16)
+    computed = [types[o] for n in inside for o in n.output if types[o] in floating]
+    assert len(computed) > 8
+    assert set(computed) == {TensorProto.FLOAT}
+    assert {"Softmax", "Sigmoid", "Mul", "Sub", "Concat"} <= {n.op_type for n in inside}
+    outside = [n for n in model.graph.node if n.op_type in ("Conv", "ConvTranspose") and "/decode/" not in n.name]
+    assert len(outside) > 60
+    assert {types[w] for n in outside for w in n.input} == {TensorProto.FLOAT16}
+    # Three tensors go up (distances, scores, coefficients), and none comes down again.
+    casts = [helper.get_attribute_value(n.attribute[0]) for n in model.graph.node if n.op_type == "Cast"]
+    assert casts == [TensorProto.FLOAT] * 3
+
+
+def test_fp16_without_islands_is_all_fp16(segment: LoadedModel, tmp_path: Path) -> None:
+    written = export(segment, tmp_path / "a.onnx", "fp16", keep=())
+    assert {t.dtype for t in written.outputs} == {"float16"}
+    assert TensorProto.FLOAT not in value_types(tmp_path / "a.onnx").values()
+
+
+def test_more_modules_can_be_kept(segment: LoadedModel, tmp_path: Path) -> None:
+    """A list of modules is never called itself; a prefix ends at a dot, so block 2 is not block 20."""
+    export(segment, tmp_path / "a.onnx", "fp16", keep=("decode", "blocks.2", "blocks.2.cv1", "blocks.22.cv3"))
+    kept = {w.name for w in onnx.load(tmp_path / "a.onnx").graph.initializer if w.data_type == TensorProto.FLOAT}
+    assert kept
+    assert {".".join(n.split(".")[1:4]) for n in kept if n.startswith("network.blocks.22")} == {"blocks.22.cv3"}
+    assert {n.split(".")[2] for n in kept if n.startswith("network.")} == {"2", "22"}
+
+
+def test_unknown_module_to_keep(segment: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"'blocks\.99'.*blocks\.0"):
+        export(segment, tmp_path / "a.onnx", "fp16", keep=("blocks.99",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_bf16_writes_the_fp32_graph(segment: LoadedModel, tmp_path: Path) -> None:
+    export(segment, tmp_path / "a.onnx", "fp32")
+    export(segment, tmp_path / "b.onnx", "bf16")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_the_callers_module_is_not_changed(segment: LoadedModel, tmp_path: Path) -> None:
+    module = segment.modules["model"]
+    before = {name: tensor.clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    images = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        expected = module(images)
+        export(segment, tmp_path / "a.onnx", "fp16")
+        again = module(images)
+    after = dict((*module.named_parameters(), *module.named_buffers()))
+    assert all(after[n].dtype == t.dtype and torch.equal(after[n], t) for n, t in before.items())
+    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_half_precision_of_nested_outputs_and_shared_results() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.half = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            island = self.kept(self.half(x))
+            return {"full": island, "list": [self.half(island), island]}
+
+    original = Twice()
+    out = half_precision(original, ["kept"])(torch.rand(1, 2).half())
+    assert out["full"].dtype == out["list"][1].dtype == torch.float32
+    assert out["list"][0].dtype == torch.float16
+    assert original.half.weight.dtype == torch.float32
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2).eval()
+    with torch.no_grad():
+        layer.weight[0, 0] = 1e5
+    graph = GraphSpec("g", (TensorSpec("x", (1, 2), "float32"),), (TensorSpec("y", (1, 2), "float32"),))
+    with pytest.raises(BuildError, match=r"1e\+05, beyond float16"):
+        export_onnx(layer, graph, tmp_path / "a.onnx", precision="fp16")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the same answers -------------------------------------------------------------------------------------
+
+
+def test_openvino_runs_both(segment: LoadedModel, tmp_path: Path) -> None:
+    images = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = [t.numpy() for t in segment.modules["model"](images)]
+    for precision, tolerance in (("fp32", 1e-3), ("fp16", 0.5)):
+        export(segment, tmp_path / "a.onnx", precision)
+        dtype = np.float16 if precision == "fp16" else np.float32
+        found = openvino_outputs(tmp_path / "a.onnx", images.numpy().astype(dtype))
+        for f, e in zip(found, expected, strict=True):
+            assert f.shape == e.shape
+            assert float(np.abs(f.astype(np.float32) - e).max()) < tolerance
+
+
+def test_real_weights_in_openvino(shared_data: Path, photographs: list[Path], tmp_path: Path) -> None:
+    import cv2
+
+    picture = cv2.resize(cv2.imread(str(photographs[0])), (320, 320))[..., ::-1]
+    images = np.ascontiguousarray(picture.transpose(2, 0, 1)[None], dtype=np.float32) / 255
+    loaded = load(shared_data / "weights" / "yolov8n-coco.pt", (320, 320))
+    export(loaded, tmp_path / "a.onnx", "fp32")
+    with torch.no_grad():
+        expected = loaded.modules["model"](torch.from_numpy(images)).numpy()
+    (found,) = openvino_outputs(tmp_path / "a.onnx", images)
+    assert float(np.abs(found - expected).max()) < 1e-3
+
+
+# ---- the same bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_same_bytes_in_every_process(segment_pt: Path, tmp_path: Path, precision: str) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from visionfast.checkpoint import open_checkpoint; from visionfast.families import identify\n"
+        "from visionfast.export import export_onnx\n"
+        "c = open_checkpoint(sys.argv[1]); m = identify(c).load(c, name=sys.argv[2], size_hw=(64, 64))\n"
+        "export_onnx(m.modules['model'], m.spec.graphs[0], Path(sys.argv[2]), precision=sys.argv[3],"
+        " keep_fp32=m.fp32_islands['model'])"
+    )
+    files = [tmp_path / "one" / "a.onnx", tmp_path / "another" / "b.onnx"]
+    for seed, file in enumerate(files):
+        done = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning", "-c", code, str(segment_pt), str(file), precision],
+            env={"PYTHONHASHSEED": str(seed + 1), "PATH": "", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    content = files[0].read_bytes()
+    assert content == files[1].read_bytes()
+    assert str(Path.cwd()).encode() not in content
+    assert b"site-packages" not in content
+
+
+# ---- nothing half-written ---------------------------------------------------------------------------------
+
+
+class Unexportable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.pinv(x)
+
+
+class Interrupted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def small_graph() -> Iterator[GraphSpec]:
+    yield GraphSpec("g", (TensorSpec("x", (2, 2), "float32"),), (TensorSpec("y", (2, 2), "float32"),))
+
+
+@pytest.mark.parametrize(("module", "error"), [(Unexportable(), BuildError), (Interrupted(), KeyboardInterrupt)])
+def test_on_an_error_the_old_file_stays(
+    small_graph: GraphSpec, tmp_path: Path, module: nn.Module, error: type[BaseException]
+) -> None:
+    path = tmp_path / "a.onnx"
+    path.write_bytes(b"before")
+    with pytest.raises(error) as raised:
+        export_onnx(module.eval(), small_graph, path, precision="fp32")
+    assert "\n" not in str(raised.value)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_outputs_that_are_not_as_declared(small_graph: GraphSpec, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"expected the output y \(2, 2\), got y \(2, 3\)"):
+        export_onnx(nn.Linear(2, 3).eval(), small_graph, tmp_path / "a.onnx", precision="fp32")
+
+
+def test_where_nothing_can_be_written(small_graph: GraphSpec, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ArtifactError):
+        export_onnx(nn.Linear(2, 2).eval(), small_graph, tmp_path / "file" / "a.onnx", precision="fp32")

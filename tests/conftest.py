@@ -23,9 +23,7 @@ def _shared_data() -> Path | None:
 def shared_data() -> Path:
     folder = _shared_data()
     if folder is None:
-        pytest.skip(
-            "real weights and pictures are not here: set VISIONFAST_TEST_DATA to the folder that holds them"
-        )
+        pytest.skip("real weights and pictures are not here: set VISIONFAST_TEST_DATA to the folder that holds them")
     return folder
 
 
@@ -125,9 +123,7 @@ def built_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 @pytest.fixture
-def copied_engine(
-    built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path], engine_home: Path
-) -> Path:
+def copied_engine(built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path], engine_home: Path) -> Path:
     """A small engine's folder of the test's own, under `engine_home`."""
     source = built_engine(seeded_checkpoint("detect", 3))
     target = engine_home / "engines" / "small" / source.name

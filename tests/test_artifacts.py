@@ -181,9 +181,7 @@ def test_atomic_folder_vanishes(tmp_path: Path, interruption: BaseException, rep
     assert [p.name for p in tmp_path.rglob("*")] == (["b", "old"] if replaces else [])
 
 
-def test_atomic_folder_keeps_the_old_one_when_the_rename_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_atomic_folder_keeps_the_old_one_when_the_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "b"
     target.mkdir()
     (target / "old").touch()

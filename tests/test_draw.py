@@ -11,9 +11,7 @@ from visionfast.postprocess import InstanceMasks
 from visionfast.types import Detections
 
 
-def _detections(
-    boxes: list[tuple[int, int, int, int]], image_hw: tuple[int, int], masks: bool = False
-) -> Detections:
+def _detections(boxes: list[tuple[int, int, int, int]], image_hw: tuple[int, int], masks: bool = False) -> Detections:
     dense = np.zeros((len(boxes), *image_hw), bool)
     for plane, (x1, y1, x2, y2) in zip(dense, boxes, strict=True):
         plane[y1:y2, x1:x2] = True
@@ -85,9 +83,7 @@ def test_class_beyond_the_names_and_one_pixel() -> None:
     draw(_grey((1, 1)), _detections([(0, 0, 1, 1)], (1, 1), masks=True), [])
 
 
-@pytest.mark.parametrize(
-    "image", [np.zeros((5, 6), np.uint8), np.zeros((6, 5, 3), np.uint8), np.zeros((5, 6, 3))]
-)
+@pytest.mark.parametrize("image", [np.zeros((5, 6), np.uint8), np.zeros((6, 5, 3), np.uint8), np.zeros((5, 6, 3))])
 def test_an_image_of_another_kind(image: np.ndarray) -> None:
     with pytest.raises(ShapeError, match=r"image_rgb: expected \(5, 6, 3\) uint8"):
         draw(image, _detections([], (5, 6)), [])

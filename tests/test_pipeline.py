@@ -102,9 +102,7 @@ def test_one_image_is_a_list_of_one(tmp_path: Path) -> None:
 
 def test_one_bad_image_does_no_harm() -> None:
     with _detector(4) as detector:
-        answers = detector(
-            [_grey(100), b"no image", _grey(120), "no/such/file.jpg", _grey(140)], on_error="return"
-        )
+        answers = detector([_grey(100), b"no image", _grey(120), "no/such/file.jpg", _grey(140)], on_error="return")
         kinds = [type(answer) for answer in answers]
         assert kinds == [Detections, ImageFormatError, Detections, ImageNotFoundError, Detections]
         assert _levels([a for a in answers if isinstance(a, Detections)]) == [100, 120, 140]

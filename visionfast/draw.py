@@ -15,9 +15,7 @@ __all__ = ["draw"]
 _MASK_OPACITY = 0.45
 
 
-def draw(
-    image_rgb: npt.NDArray[np.uint8], detections: Detections, class_names: Sequence[str]
-) -> npt.NDArray[np.uint8]:
+def draw(image_rgb: npt.NDArray[np.uint8], detections: Detections, class_names: Sequence[str]) -> npt.NDArray[np.uint8]:
     """A copy of the picture with masks, boxes and labels; one colour a class, line and text by resolution.
 
     Args:
@@ -33,8 +31,7 @@ def draw(
     """
     if image_rgb.shape != (*detections.image_hw, 3) or image_rgb.dtype != np.uint8:
         raise ShapeError(
-            f"image_rgb: expected {(*detections.image_hw, 3)} uint8, "
-            f"got {image_rgb.shape} {image_rgb.dtype.name}"
+            f"image_rgb: expected {(*detections.image_hw, 3)} uint8, got {image_rgb.shape} {image_rgb.dtype.name}"
         )
     if len(detections) == 0:
         return image_rgb.copy()

@@ -99,9 +99,7 @@ def test_corners() -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=100, deadline=None)
-def test_unletterbox_is_bit_for_bit_ultralytics(
-    image_hw: tuple[int, int], size_hw: tuple[int, int], seed: int
-) -> None:
+def test_unletterbox_is_bit_for_bit_ultralytics(image_hw: tuple[int, int], size_hw: tuple[int, int], seed: int) -> None:
     torch = pytest.importorskip("torch")
     ops = pytest.importorskip("ultralytics.utils.ops")
     xyxy = np.random.default_rng(seed).uniform(-50, 1400, (20, 4)).astype(np.float32)

@@ -129,9 +129,7 @@ def test_polygons_draw_the_mask_again() -> None:
     polygons = InstanceMasks.from_dense(dense != 0).polygons()
     assert [len(parts) for parts in polygons] == [1, 2, 0]
     for mask, parts in zip(dense, polygons, strict=True):
-        np.testing.assert_array_equal(
-            cv2.fillPoly(np.zeros_like(mask), parts, 1) if parts else 0 * mask, mask
-        )
+        np.testing.assert_array_equal(cv2.fillPoly(np.zeros_like(mask), parts, 1) if parts else 0 * mask, mask)
 
 
 @given(pair=st.tuples(st.integers(1, 3), st.integers(1, 3)), seed=st.integers(0, 2**32 - 1))

@@ -76,9 +76,7 @@ def test_thousands_of_boxes_equal_torchvision_batched() -> None:
     corner = rng.integers(0, 600, (5000, 2))  # whole numbers: the offset of batched_nms costs no bits
     xyxy = np.concatenate((corner, corner + rng.integers(1, 60, (5000, 2))), axis=1).astype(np.float32)
     confidence, class_id = rng.random(5000, dtype=np.float32), rng.integers(0, 3, 5000)
-    expected = ops.batched_nms(
-        torch.from_numpy(xyxy), torch.from_numpy(confidence), torch.from_numpy(class_id), 0.3
-    )
+    expected = ops.batched_nms(torch.from_numpy(xyxy), torch.from_numpy(confidence), torch.from_numpy(class_id), 0.3)
     np.testing.assert_array_equal(nms(xyxy, confidence, class_id, iou=0.3, max_det=5000), expected.numpy())
 
 

@@ -68,9 +68,7 @@ def _ultralytics(
     found[:, :4] = ops.scale_boxes(letterbox.size_hw, found[:, :4], letterbox.image_hw)
     masks = None
     if prototypes is not None:
-        dense = ops.process_mask_native(
-            torch.from_numpy(prototypes), found[:, 6:], found[:, :4], letterbox.image_hw
-        )
+        dense = ops.process_mask_native(torch.from_numpy(prototypes), found[:, 6:], found[:, :4], letterbox.image_hw)
         visible = dense.amax((-2, -1)) > 0
         found, masks = found[visible], InstanceMasks.from_dense(dense[visible].numpy())
     return Detections(
@@ -140,9 +138,7 @@ def test_crowds_with_masks_equal_ultralytics(image_hw: tuple[int, int]) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("photograph", [0, 1])
 @pytest.mark.parametrize("architecture", ["yolov8n.yaml", "yolov8n-seg.yaml"])
-def test_a_seeded_network_equals_ultralytics(
-    architecture: str, photograph: int, photographs: list[Path]
-) -> None:
+def test_a_seeded_network_equals_ultralytics(architecture: str, photograph: int, photographs: list[Path]) -> None:
     torch = pytest.importorskip("torch")
     tasks = pytest.importorskip("ultralytics.nn.tasks")
     cv2 = pytest.importorskip("cv2")
@@ -156,9 +152,7 @@ def test_a_seeded_network_equals_ultralytics(
 
     torch.manual_seed(0)
     segments = "seg" in architecture
-    model = (tasks.SegmentationModel if segments else tasks.DetectionModel)(
-        architecture, verbose=False
-    ).eval()
+    model = (tasks.SegmentationModel if segments else tasks.DetectionModel)(architecture, verbose=False).eval()
     with torch.no_grad():
         images = torch.from_numpy(canvas).permute(2, 0, 1)[None] / 255
         # An untrained network's signal dies out unless its batch norms know the picture's statistics, and its
@@ -232,9 +226,7 @@ def test_results_own_their_memory() -> None:
     assert found.mask is not None
     before = (found.xyxy.copy(), found.confidence.copy(), found.class_id.copy(), found.mask.dense())
     predictions[:], prototypes[:] = 7, 7
-    for array, copy in zip(
-        (found.xyxy, found.confidence, found.class_id, found.mask.dense()), before, strict=True
-    ):
+    for array, copy in zip((found.xyxy, found.confidence, found.class_id, found.mask.dense()), before, strict=True):
         np.testing.assert_array_equal(array, copy)
         assert not np.shares_memory(array, predictions)
 

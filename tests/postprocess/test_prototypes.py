@@ -33,14 +33,10 @@ def _boxes(rng: np.random.Generator, n: int, image_hw: tuple[int, int]) -> np.nd
 
 @given(image_hw=IMAGES_HW, size_hw=SIZES_HW, half=st.booleans(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=150, deadline=None)
-def test_fast_equals_definition(
-    image_hw: tuple[int, int], size_hw: tuple[int, int], half: bool, seed: int
-) -> None:
+def test_fast_equals_definition(image_hw: tuple[int, int], size_hw: tuple[int, int], half: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     letterbox = letterbox_geometry(image_hw, size_hw)
-    planes = rng.normal(0, 1, (4, size_hw[0] // 4, size_hw[1] // 4)).astype(
-        np.float16 if half else np.float32
-    )
+    planes = rng.normal(0, 1, (4, size_hw[0] // 4, size_hw[1] // 4)).astype(np.float16 if half else np.float32)
     coefficients = rng.normal(0, 1, (5, 4)).astype(np.float32)
     xyxy = _boxes(rng, 5, image_hw)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,9 +97,7 @@ def test_coefficients_laid_out_by_anchor() -> None:
     planes = planes.astype(np.float32)
     whole = np.array([[0, 0, 40, 30]] * 2, np.float32)
     strided = np.asfortranarray(planes)
-    assert decode_masks(strided, rows.T, whole, letterbox) == decode_masks(
-        planes, rows.T.copy(), whole, letterbox
-    )
+    assert decode_masks(strided, rows.T, whole, letterbox) == decode_masks(planes, rows.T.copy(), whole, letterbox)
 
 
 def test_memory_does_not_grow_with_area_times_objects() -> None:

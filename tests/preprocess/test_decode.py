@@ -152,6 +152,12 @@ def test_alpha_lies_over_white(kind, rgba):
     assert pixels.flags.c_contiguous
 
 
+def test_every_level_at_every_alpha_over_white():
+    levels, alphas = np.mgrid[0:256, 0:256].astype(np.uint8)
+    every = np.stack([levels, levels, levels, alphas], axis=2)
+    np.testing.assert_array_equal(decode_image(every), over_white(every))
+
+
 def test_grey_with_alpha_lies_over_white(rgba):
     grey_alpha = Image.fromarray(rgba).convert("LA")
     pixels = decode_image(encode(grey_alpha, "PNG"))

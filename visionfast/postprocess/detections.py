@@ -92,17 +92,13 @@ def check_options(
         raise OptionError(f"max_det: expected at least 1, got {max_det}")
     if classes is not None:
         if len(classes) == 0:
-            raise OptionError(
-                "classes: expected at least one class id, got none; leave it out for all classes"
-            )
+            raise OptionError("classes: expected at least one class id, got none; leave it out for all classes")
         unknown = [c for c in classes if not 0 <= c < num_classes]
         if unknown:
             raise OptionError(f"classes: expected ids from 0 to {num_classes - 1}, got {unknown[0]}")
 
 
-def _check_tensors(
-    predictions: npt.NDArray[np.float32], prototypes: FloatArray | None, num_classes: int
-) -> None:
+def _check_tensors(predictions: npt.NDArray[np.float32], prototypes: FloatArray | None, num_classes: int) -> None:
     if prototypes is not None and (prototypes.ndim != 3 or prototypes.dtype not in (np.float32, np.float16)):
         raise ShapeError(
             f"prototypes: expected (M, mh, mw) float32 or float16 of one image, "

@@ -89,9 +89,7 @@ class InstanceMasks:
                 if part.size
                 else ()
             )
-            found.append(
-                [contour.reshape(-1, 2).astype(np.int32) for contour in contours if len(contour) >= 3]
-            )
+            found.append([contour.reshape(-1, 2).astype(np.int32) for contour in contours if len(contour) >= 3])
         return found
 
     def _coco(self) -> list[dict[str, Any]]:
@@ -119,9 +117,7 @@ def mask_iou(a: InstanceMasks, b: InstanceMasks) -> npt.NDArray[np.float64]:
     return np.asarray(coco_mask.iou(a._coco(), b._coco(), [0] * len(b)), np.float64)
 
 
-def counts_from_runs(
-    start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], image_hw: tuple[int, int]
-) -> bytes:
+def counts_from_runs(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], image_hw: tuple[int, int]) -> bytes:
     """Compressed run lengths of one mask from its runs of ones.
 
     Args:

@@ -36,9 +36,7 @@ def mask_logits_reference(
     """
     plane_hw = (prototypes.shape[1], prototypes.shape[2])
     factor = _enlargement(letterbox, plane_hw)
-    logits = np.tensordot(
-        coefficients.astype(np.float64), prototypes.astype(np.float64), axes=1
-    )  # (N, mh, mw)
+    logits = np.tensordot(coefficients.astype(np.float64), prototypes.astype(np.float64), axes=1)  # (N, mh, mw)
     for axis, begin in ((1, letterbox.top), (2, letterbox.left)):
         stride = letterbox.size_hw[axis - 1] // plane_hw[axis - 1]
         end = begin + letterbox.resized_hw[axis - 1]
@@ -142,9 +140,7 @@ def _resampling(letterbox: Letterbox, plane_hw: tuple[int, int]) -> tuple[_Resam
         stride = letterbox.size_hw[axis] // plane_hw[axis]
         end = begin + letterbox.resized_hw[axis]
         enlarged = _resize(np.eye(plane_hw[axis], dtype=np.float32), plane_hw[axis] * factor)
-        matrix = _resize(
-            enlarged[begin * factor // stride : end * factor // stride], letterbox.image_hw[axis]
-        )
+        matrix = _resize(enlarged[begin * factor // stride : end * factor // stride], letterbox.image_hw[axis])
         used = matrix != 0
         matrix.flags.writeable = False
         axes.append(_Resampling(matrix, used.argmax(axis=1), plane_hw[axis] - used[:, ::-1].argmax(axis=1)))
@@ -178,18 +174,14 @@ def _enlargement(letterbox: Letterbox, plane_hw: tuple[int, int]) -> int:
     (height, width), (plane_h, plane_w) = letterbox.size_hw, plane_hw
     stride = height // plane_h if plane_h else 0
     if not stride or (plane_h * stride, plane_w * stride) != (height, width):
-        raise ShapeError(
-            f"prototypes: expected (mh, mw) that divide the input's {letterbox.size_hw}, got {plane_hw}"
-        )
+        raise ShapeError(f"prototypes: expected (mh, mw) that divide the input's {letterbox.size_hw}, got {plane_hw}")
     edges = (
         letterbox.top,
         letterbox.left,
         letterbox.top + letterbox.resized_hw[0],
         letterbox.left + letterbox.resized_hw[1],
     )
-    return next(
-        f for f in range(1, stride + 1) if stride % f == 0 and all(edge * f % stride == 0 for edge in edges)
-    )
+    return next(f for f in range(1, stride + 1) if stride % f == 0 and all(edge * f % stride == 0 for edge in edges))
 
 
 def _resize(array: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:

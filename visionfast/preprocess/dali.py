@@ -124,7 +124,9 @@ class DaliPreprocessor:
 
     Only kinds that DALI decodes as the definition does reach it: intact 8-bit JPEGs and opaque 8-bit PNGs,
     within the limits. All others, and those that DALI refuses after all, go through `decode_image` and
-    `CpuPreprocessor`, or come back as the error that says what is wrong. Not for several threads at once.
+    `CpuPreprocessor`, or come back as the error that says what is wrong. One thing is looser here: damage inside
+    a JPEG's scan that libjpeg only warns of is `ImageTruncatedError` to `decode_image`, and unnoticed by DALI.
+    Not for several threads at once.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ The rule, for every kind of input:
 
 - the first frame, turned upright by its EXIF orientation; one that is broken counts as upright;
 - grey is replicated into the three channels; 1-bit is 0 and 255; a palette is looked up;
-- alpha is composited over white: `colour × alpha + 255 × (1 - alpha)`, rounded half up. The same for PNG,
+- alpha is composited over white: `colour × alpha + 255 × (1 - alpha)`, rounded. The same for PNG,
   WebP, GIF, TIFF, palettes with transparency, PNG's colour keys and (H, W, 4) arrays. It is the page that the
   picture was drawn for; dropping alpha, as cv2 does, shows whatever lies under the transparent pixels. (Only
   the colour key of a 16-bit RGB PNG is ignored: Pillow no longer has the sixteen bits.)

@@ -68,10 +68,13 @@ def rgb_of(image: ImageFile.ImageFile, kind: ImageKind, bit_depth: int, name: st
 
 
 def over_white(rgba: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """(H, W, 4) → (H, W, 3) uint8: `colour × alpha + white × (1 - alpha)`, rounded half up."""
-    alpha = rgba[:, :, 3:].astype(np.uint32)
-    mixed = rgba[:, :, :3] * alpha + _WHITE * (255 - alpha)
-    return np.ascontiguousarray((2 * mixed + 255) // 510, dtype=np.uint8)
+    """(H, W, 4) → (H, W, 3) uint8: `colour × alpha + white × (1 - alpha)`, rounded to the nearest."""
+    alpha = rgba[:, :, 3:].astype(np.uint16)
+    mixed = rgba[:, :, :3] * alpha  # up to 255 · 255: sixteen bits hold it, with the white and the rounding
+    mixed += np.uint16(_WHITE) * (np.uint16(255) - alpha)
+    mixed += np.uint16(127)  # 255 is odd: there are no halves
+    mixed //= np.uint16(255)
+    return np.ascontiguousarray(mixed, dtype=np.uint8)
 
 
 def oriented(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:

@@ -48,6 +48,7 @@ from visionfast.types import Precision
 
 CONF, IOU = 0.25, 0.7
 WIDE_HW = (384, 640)  # the smallest input that a 16:9 picture fills at the same scale as 640×640
+QUIET = 0.03  # share of the processors that others may take before the figures say nothing
 _CV2_THREADS = cv2.getNumThreads()
 _console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
@@ -284,6 +285,25 @@ def report(title: str, contestants: Sequence[Contestant], goals: Sequence[Goal],
     return every
 
 
+class OtherLoad:
+    """What share of the processors went to anyone but this process since it was made (Linux)."""
+
+    def __init__(self) -> None:
+        self._wall, self._busy, self._own = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: wall, all processors' busy time (what a hypervisor stole included), this process's own."""
+        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
+        return time.monotonic(), busy, time.process_time()
+
+    def share(self) -> float:
+        wall, busy, own = self._now()
+        others = (busy - self._busy) - (own - self._own)
+        return max(0.0, others / ((wall - self._wall) * (os.cpu_count() or 1)))
+
+
 def environment() -> dict[str, str]:
     """What the figures depend on."""
     facts = machine.environment() | {"load_average": " ".join(f"{x:.2f}" for x in os.getloadavg())}
@@ -337,6 +357,7 @@ def main() -> int:
                     encoded = path.read_bytes()
                     height, width = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR).shape[:2]
                     fit = [c for c in contestants if not c.wide_only or width * 9 == height * 16]
+                    load = OtherLoad()
                     samples = interleave(
                         fit,
                         encoded,
@@ -345,6 +366,10 @@ def main() -> int:
                         seed=arguments.seed,
                     )
                     title = f"YOLOv8{size}, {path.name} {width}×{height}"
+                    others = load.share()
+                    title += f"; others took {others:.0%} of the processors"
+                    if others > QUIET:
+                        title += ": [red]disturbed, no verdict[/]"
                     every &= report(title, fit, _goals(size, precisions), samples)
                     results.append(
                         {
@@ -353,6 +378,7 @@ def main() -> int:
                             "contestants": {c.key: c.name for c in fit},
                             "latency_ns": samples.latency_ns,
                             "stage_ns": samples.stage_ns,
+                            "others_cpu_share": round(others, 4),
                         }
                     )
     after = environment()

@@ -175,9 +175,14 @@ def test_atomic_folder_vanishes(tmp_path: Path, interruption: BaseException, rep
     if replaces:
         target.mkdir()
         (target / "old").touch()
-    with pytest.raises(type(interruption)), artifacts.atomic_folder(target) as folder:
-        (folder / "half").touch()
-        raise interruption
+
+    def interrupted() -> None:
+        with artifacts.atomic_folder(target) as folder:
+            (folder / "half").touch()
+            raise interruption
+
+    with pytest.raises(type(interruption)):
+        interrupted()
     assert [p.name for p in tmp_path.rglob("*")] == (["b", "old"] if replaces else [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -29,15 +30,18 @@ from visionfast.checkpoint.allowed import is_allowed
 from visionfast.errors import CheckpointError, UnsafeCheckpointError
 
 
-def seeded_model(task: str = "detect", **changes: Any) -> Any:
-    """A tiny YOLOv8 of ultralytics' own, with random weights."""
-    from ultralytics.nn import tasks
+def seeded_model() -> Any:
+    """A YOLOv8n of ultralytics' own, with random weights."""
+    return copy.deepcopy(_seeded_model())
 
-    kind = tasks.SegmentationModel if task == "segment" else tasks.DetectionModel
+
+@functools.cache
+def _seeded_model() -> Any:
+    from ultralytics.nn.tasks import DetectionModel
+
     torch.manual_seed(0)
-    model = kind("yolov8n-seg.yaml" if task == "segment" else "yolov8n.yaml", nc=3, verbose=False)
+    model = DetectionModel("yolov8n.yaml", nc=3, verbose=False)
     model.names = {0: "cat", 1: "dog", 2: "emu"}
-    model.yaml.update(changes)
     return model.eval()
 
 

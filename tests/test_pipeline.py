@@ -109,7 +109,7 @@ def test_one_bad_image_does_no_harm() -> None:
         first, second = (a for a in answers if isinstance(a, ImageError))
         assert first.source == "image 1"
         assert second.source == "no/such/file.jpg"
-        with pytest.raises(ImageFormatError, match="^image 6: "):
+        with pytest.raises(ImageFormatError, match=r"^image 6: "):
             detector([_grey(100)] * 6 + [b"no image"])
         # and the detector is as good as before
         assert _levels(detector([_grey(150)])) == [150]

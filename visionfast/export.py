@@ -117,7 +117,7 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
     network = copy.deepcopy(module)
     islands = _islands(network, keep_fp32)
     kept = {id(inner) for island in islands for inner in island.modules()}
-    for path, inner in network.named_modules():
+    for path, inner in network.named_modules(prefix="the network"):
         if id(inner) not in kept:
             _halve_own_tensors(inner, path)
     for island in islands:
@@ -132,7 +132,7 @@ def _halve_own_tensors(module: nn.Module, path: str) -> None:
             half = tensor.data.half()
             if half.isinf().any() and not tensor.isinf().any():
                 raise BuildError(
-                    f"{path}: its weights reach {float(tensor.abs().max()):.3g}, beyond float16's 65504; build "
+                    f"{path}: its weights reach {float(tensor.detach().abs().max()):.3g}, beyond float16's 65504; build "
                     "with precision fp32, or keep this module in it"
                 )
             tensor.data = half

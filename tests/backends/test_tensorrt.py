@@ -75,7 +75,7 @@ def test_unknown_gpus(seeded_checkpoint: Callable[..., Path], engine_home: Path,
 @rtx
 @pytest.mark.skipif(bool(machine.gpus()), reason="this machine has a GPU")
 def test_a_gpu_has_to_be_named(seeded_checkpoint: Callable[..., Path], engine_home: Path) -> None:
-    with pytest.raises(BackendUnavailableError, match="name one, e.g. `--gpu sm89`"):
+    with pytest.raises(BackendUnavailableError, match=r"name one, e.g. `--gpu sm89`"):
         build(seeded_checkpoint("detect", 3), backend="tensorrt-rtx")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,21 @@ from visionfast.families.yolov8_config import read_config
 NAMES = {0: "cat", 1: "dog", 2: "emu"}
 
 
-def seeded(yaml: str = "yolov8n.yaml", nc: int = 3, seed: int = 0) -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def seeded(yaml: str = "yolov8n.yaml", nc: int = 3) -> Any:
+    return copy.deepcopy(_seeded(yaml, nc))
+
+
+@functools.cache
+def _seeded(yaml: str, nc: int) -> Any:
     """ultralytics' own model with random weights, and batch norms as if they had seen something."""
     from ultralytics.nn import tasks
 
@@ -34,7 +50,7 @@ def seeded(yaml: str = "yolov8n.yaml", nc: int = 3, seed: int = 0) -> Any:
         "-cls": tasks.ClassificationModel,
     }
     kind = next((k for suffix, k in kinds.items() if suffix in yaml), tasks.DetectionModel)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = kind(yaml, nc=nc, verbose=False)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -42,7 +58,7 @@ def seeded(yaml: str = "yolov8n.yaml", nc: int = 3, seed: int = 0) -> Any:
             nn.init.uniform_(module.running_var, 0.5, 2)
             nn.init.uniform_(module.weight, 0.5, 1.5)
     model.names = {i: NAMES.get(i, f"n{i}") for i in range(nc)}
-    model.task = yaml.split("-")[-1] if "-" in yaml else "detect"
+    model.task = next((s[1:] for s in kinds if s in yaml and s != "-seg"), "detect")
     return model.half().eval()
 
 
@@ -85,7 +101,6 @@ def assert_same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...
         ("yolov8n.yaml", "yolov8n", (320, 320)),
         ("yolov8n-seg.yaml", "yolov8n-seg", (192, 320)),
         ("yolov8s.yaml", "yolov8s", (96, 64)),
-        ("yolov8m-seg.yaml", "yolov8m-seg", (64, 64)),
         ("yolo11n.yaml", "yolo11n", (160, 320)),
         ("yolo11m-seg.yaml", "yolo11m-seg", (64, 64)),
         ("yolov8n-p2.yaml", "yolov8n-p2", (64, 128)),
@@ -259,11 +274,11 @@ def test_class_names_that_do_not_fit_the_head(tmp_path: Path, names: Any) -> Non
     ("yaml", "says"),
     [
         ("yolov8n-pose.yaml", "a YOLO pose model"),
-        ("yolov8n-obb.yaml", "a YOLO (pose or )?obb"),
+        ("yolov8n-obb.yaml", "a YOLO obb model"),
         ("yolov8n-cls.yaml", "a YOLO classify model"),
         ("yolov10n.yaml", "YOLOv10 or YOLO26"),
         ("yolo26n-seg.yaml", "YOLOv10 or YOLO26"),
-        ("yolov9t.yaml", "layer 2 is 'ELAN1'"),
+        ("yolov9t.yaml", "layer 2 is 'ELAN1'.*not one of YOLOv8's"),
     ],
 )
 def test_other_tasks_and_families_are_named(tmp_path: Path, yaml: str, says: str) -> None:

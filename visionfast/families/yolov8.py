@@ -99,7 +99,9 @@ def _weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def _task(keys: Any) -> str:
     """The task by the head's branches, or empty when it is not a YOLO head."""
-    branches = {match[2] for key in keys if (match := re.match(r"(\d+)\.(cv[234]|proto|dfl|linear)\.", key))}
+    parts = {(match[1], match[2]) for key in keys if (match := re.match(r"(\d+)\.(\w+)\.", key))}
+    heads = {index for index, part in parts if part in ("dfl", "linear")}  # other blocks have a cv2 too
+    branches = {part for index, part in parts if index in heads}
     if {"cv2", "cv3", "dfl"} <= branches:
         if "proto" in branches:
             return "segment"

@@ -375,6 +375,15 @@ def test_a_tensor_that_claims_more_than_the_file_has(
         open_checkpoint(path)
 
 
+def test_many_tensors_over_one_storage_share_it(tmp_path: Path) -> None:
+    """A thousand copies of a storage would be a thousand times the file."""
+    storage = torch.arange(1000.0)
+    torch.save({f"w{i}": storage.view(10, 100).t() for i in range(1000)}, tmp_path / "a.pt")
+    tensors = open_checkpoint(tmp_path / "a.pt").state_dict.values()
+    assert len(tensors) == 1000
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors} == {next(iter(tensors)).data_ptr()}
+
+
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     path = archive(
         tmp_path / "a.pt", tensor_pickle(1 << 22, (1 << 22,), (1,)), b"\0" * (1 << 24), compression=zipfile.ZIP_DEFLATED

@@ -131,9 +131,10 @@ def _halve_own_tensors(module: nn.Module, path: str) -> None:
         if tensor.is_floating_point():
             half = tensor.data.half()
             if half.isinf().any() and not tensor.isinf().any():
+                largest = float(tensor.detach().abs().max())
                 raise BuildError(
-                    f"{path}: its weights reach {float(tensor.detach().abs().max()):.3g}, beyond float16's 65504; build "
-                    "with precision fp32, or keep this module in it"
+                    f"{path}: its weights reach {largest:.3g}, beyond float16's 65504; build with precision fp32, or "
+                    "keep this module in it"
                 )
             tensor.data = half
 

@@ -50,6 +50,7 @@ class TorchArchive:
     def __init__(self, file: IO[bytes], source: str) -> None:
         """Raises `CheckpointError` when it is damaged, compressed, or not what `torch.save` writes."""
         self._source = source
+        self._storages: dict[str, bytearray] = {}
         try:
             self._zip = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -98,7 +99,9 @@ class TorchArchive:
         )
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """The tensor, in memory of its own, as stored.
+        """The tensor, as stored: a view of its storage, which it shares with the file's other tensors that do.
+
+        So all tensors together take no more memory than the file has bytes.
 
         Raises:
             CheckpointError: it reaches beyond its storage, or the storage beyond the file.
@@ -107,7 +110,9 @@ class TorchArchive:
 
         storage = stored.storage
         dtype: torch.dtype = getattr(torch, storage.dtype)
-        data = self._record(f"{self._prefix}data/{storage.key}")
+        if storage.key not in self._storages:
+            self._storages[storage.key] = bytearray(self._record(f"{self._prefix}data/{storage.key}"))
+        data = self._storages[storage.key]
         if storage.numel * dtype.itemsize != len(data):
             raise self._damaged(
                 f"storage {printable(storage.key)} claims {storage.numel} × {storage.dtype}, and has {len(data)} bytes"
@@ -121,15 +126,14 @@ class TorchArchive:
         # `numel`: an expanded tensor (stride 0) fits in a small storage and is huge as soon as it is copied.
         if last >= storage.numel or numel > storage.numel:
             raise self._damaged(f"a tensor of {numel} elements reaches beyond its storage of {storage.numel}")
-        flat = torch.frombuffer(bytearray(data), dtype=dtype)
-        return flat.as_strided(stored.shape, stored.stride, stored.offset).contiguous()
+        return torch.frombuffer(data, dtype=dtype).as_strided(stored.shape, stored.stride, stored.offset)
 
     def _record(self, name: str) -> bytes:
         try:
             return self._zip.read(name)
         except KeyError:
             raise self._damaged(f"record {printable(name)} is missing") from None
-        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
             raise self._damaged(f"record {printable(name)}: {printable(error)}") from error
 
     def _optional_record(self, name: str) -> bytes:

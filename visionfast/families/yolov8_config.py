@@ -30,7 +30,9 @@ ARCHITECTURES: dict[str, dict[str, tuple[float, float]]] = {
 _TEMPLATES = {"yolov8": "cfg/models/v8/yolov8{task}.yaml", "yolo11": "cfg/models/11/yolo11{task}.yaml"}
 
 _HEADS = frozenset({"Detect", "Segment"})
-_BLOCKS = frozenset({"C2PSA", "C2f", "C3Ghost", "C3k2", "Concat", "Conv", "DWConv", "GhostConv", "SPPF", "nn.Upsample"})
+_BLOCKS = frozenset(
+    {"C2", "C2PSA", "C2f", "C3Ghost", "C3k2", "Concat", "Conv", "DWConv", "GhostConv", "SPPF", "nn.Upsample"}
+)
 _STRINGS = frozenset({"nc", "None", "True", "False", "nearest", "bilinear"})
 _ACTIVATIONS = frozenset(
     {"ELU", "GELU", "Hardswish", "Identity", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU", "Softplus", "Tanh"}

@@ -14,7 +14,7 @@ os.environ.setdefault("VISIONFAST_HOME", str(Path(__file__).resolve().parents[1]
 
 import numpy as np
 import numpy.typing as npt
-from overhead import Contestant, interleave  # it settles OMP_NUM_THREADS, so before torch
+from overhead import QUIET, Contestant, OtherLoad, interleave  # it settles OMP_NUM_THREADS, so before torch
 from PIL import Image
 
 from visionfast import machine, render
@@ -56,12 +56,13 @@ def main() -> int:
             Contestant("visionfast", "visionfast", lambda encoded: detector(encoded)[0]),
             Contestant("naive PyTorch", "naive PyTorch", naive),
         )
+        load = OtherLoad()
         for path in photographs:
             print(f"timing {ROUNDS} rounds on {path.name}", file=sys.stderr)
             samples = interleave(contestants, path.read_bytes(), rounds=ROUNDS, seconds=SECONDS, warmup=1)
             latency_ns[path.name] = samples.latency_ns
 
-    report = _report(manifest, answers, latency_ns)
+    report = _report(manifest, answers, latency_ns, load.share())
     (folder / "report.md").write_text(report, "utf-8")
     print(report)
     for name in (*answers, "report.md"):
@@ -76,6 +77,7 @@ def _report(
     manifest: EngineManifest,
     answers: Mapping[str, Detections],
     latency_ns: Mapping[str, Mapping[str, Sequence[int]]],
+    others_share: float,
 ) -> str:
     spec, proof = manifest.spec, manifest.certificate
     h, w = spec.preprocess.size_hw
@@ -116,6 +118,12 @@ def _report(
             f"| {name} | {len(samples['visionfast'])} | {ours[0]:.1f} | {ours[1]:.1f} "
             f"| {naive[0]:.1f} | {naive[1]:.1f} | {ours[0] / naive[0]:.2f} |"
         )
+    if others_share > QUIET:
+        lines += [
+            "",
+            f"**Disturbed:** other processes took {others_share:.0%} of the processors, which slows PyTorch most. "
+            "Read nothing from these figures; run it again on a quiet machine.",
+        ]
     facts = machine.environment()
     lines += ["", ", ".join(f"{key}: {value}" for key, value in facts.items()) + ".", ""]
     return "\n".join(lines)

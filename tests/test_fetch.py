@@ -81,7 +81,7 @@ def test_anything_else_leaves_nothing(
     _publish(monkeypatch, f"{server}/{path}", sha256)
     with pytest.raises(FetchError, match=words):
         fetch("test-model")
-    assert list((home / "models").iterdir()) == []
+    assert list(home.rglob("*")) == []
 
 
 def test_nobody_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

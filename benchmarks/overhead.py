@@ -389,7 +389,8 @@ def main() -> int:
         content = {
             "benchmark": "overhead",
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": {k: str(v) for k, v in vars(arguments).items()},
+            # names, not the paths of one machine
+            "command": {k: v.name if isinstance(v, Path) else str(v) for k, v in vars(arguments).items()},
             "environment": before,
             "load_average_after": after["load_average"],
             "results": results,

@@ -14,6 +14,7 @@ from visionfast.backends.openvino import OpenVinoBackend
 from visionfast.build import best_backend, build
 from visionfast.errors import (
     ArtifactError,
+    BackendUnavailableError,
     BuildError,
     CertificateError,
     CheckpointError,
@@ -153,3 +154,12 @@ def test_engine_json_is_json_that_everything_reads(
 
     text = (built_engine(seeded_checkpoint("segment", 2)) / "engine.json").read_text()
     json.loads(text, parse_constant=refuse)
+
+
+def test_without_the_build_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnx" else found(name, *a))
+    with pytest.raises(BackendUnavailableError, match=r"building needs onnx; `pip install 'visionfast\[build\]'`"):
+        build(tmp_path / "any.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,8 @@ from visionfast.families import LoadedModel, identify
 from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision
 
 __all__ = ["best_backend", "build"]
+
+_NEEDED = ("torch", "onnx", "ultralytics")
 
 
 def best_backend() -> Backend:
@@ -71,6 +74,9 @@ def build(
     Raises:
         CheckpointError, OptionError, BackendError, BuildError, CertificateError, ArtifactError: nothing is written.
     """
+    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise BackendUnavailableError(f"building needs {', '.join(missing)}; `pip install 'visionfast[build]'`")
     chosen = get_backend(backend or "tensorrt-rtx") if backend or gpu else best_backend()
     state = chosen.availability()
     if not state.can_build:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from visionfast._version import __version__
 
 if TYPE_CHECKING:
-    from visionfast.build import build
     from visionfast.errors import ImageError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
@@ -34,7 +33,6 @@ __all__ = [
     "Segmenter",
     "VisionfastError",
     "__version__",
-    "build",
     "open",
 ]
 
@@ -48,7 +46,6 @@ _HOMES = {
     "ModelSpec": "types",
     "Segmenter": "pipeline",
     "VisionfastError": "errors",
-    "build": "build",
     "open": "pipeline",
 }
 
@@ -57,7 +54,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'visionfast' has no attribute {name!r}; there are {', '.join(__all__)}")
     module = importlib.import_module(f"visionfast.{_HOMES[name]}")
-    # importing visionfast.build binds the module's own name here; the function is what is meant
     value = getattr(module, "open_engine" if name == "open" else name)
     globals()[name] = value
     return value

@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "CompileRequest",
     "Compiled",
+    "GraphRunner",
     "check_feeds",
     "get_backend",
 ]
@@ -115,6 +116,34 @@ class Backend(Protocol):
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
         """Loads one graph of an engine; `check_runnable` first."""
         ...
+
+
+class GraphRunner:
+    """What the runners share: their graph's tensors, and closing at the end of a `with` block."""
+
+    def __init__(self, graph: GraphSpec) -> None:
+        self._graph = graph
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._graph.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._graph.outputs
+
+    def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
+        """As `Runner.infer`."""
+        raise AssertionError("every runner has its own")
+
+    def close(self) -> None:
+        """Frees what the runtime holds; closing twice is harmless."""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def get_backend(name: str) -> Backend:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.backends import check_feeds
-from visionfast.types import GraphSpec, Runner, TensorSpec
+from visionfast.backends import GraphRunner, check_feeds
+from visionfast.types import GraphSpec
 
 __all__ = ["FakeRunner"]
 
 
-class FakeRunner:
+class FakeRunner(GraphRunner):
     """Answers `answer(feeds)`, or zeros, and counts its calls.
 
     With `copy=False` it hands out the same buffers every time and overwrites them at the next call, as real
@@ -26,19 +26,11 @@ class FakeRunner:
         graph: GraphSpec,
         answer: Callable[[Mapping[str, npt.NDArray[Any]]], Mapping[str, npt.NDArray[Any]]] | None = None,
     ) -> None:
-        self._graph = graph
+        super().__init__(graph)
         self._answer = answer
         self._buffers = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in graph.outputs}
         self.calls = 0
         self.closed = False
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.outputs
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
         check_feeds(self.inputs, feeds)
@@ -51,9 +43,3 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed = True
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast import machine
-from visionfast.backends import Availability, Compiled, CompileRequest, check_feeds
+from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_feeds
 from visionfast.errors import (
     BackendError,
     BackendUnavailableError,
@@ -22,7 +22,7 @@ from visionfast.errors import (
     IncompatibleEngineError,
     OptionError,
 )
-from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, Runner, TensorSpec
+from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, TensorSpec
 
 __all__ = ["OpenVinoBackend", "OpenVinoRunner"]
 
@@ -137,12 +137,12 @@ def _embed_normalisation(ov: Any, model: Any, graph: GraphSpec, preprocess: Prep
     return steps.build(), dataclasses.replace(graph, inputs=tuple(inputs))
 
 
-class OpenVinoRunner:
+class OpenVinoRunner(GraphRunner):
     """One compiled graph with one infer request, on `threads` processors (default: all that may be used)."""
 
     def __init__(self, path: Path, graph: GraphSpec, precision: Precision, *, threads: int | None = None) -> None:
         ov = _import_openvino()
-        self._graph = graph
+        super().__init__(graph)
         threads = threads or machine.usable_cpus()
         config = {
             "PERFORMANCE_HINT": "LATENCY",
@@ -166,14 +166,6 @@ class OpenVinoRunner:
             raise BackendError(f"{path}: openvino cannot load it ({_first_line(error)}); build it again") from error
         self._compiled = compiled
 
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.outputs
-
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
         check_feeds(self.inputs, feeds)
         try:
@@ -187,12 +179,6 @@ class OpenVinoRunner:
 
     def close(self) -> None:
         self._request = self._compiled = None
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _cache_folder(engine: Path, precision: Precision, threads: int, version: str) -> Path | None:

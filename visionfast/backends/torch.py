@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast import machine
-from visionfast.backends import Availability, Compiled, CompileRequest, check_feeds
+from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_feeds
 from visionfast.errors import (
     BackendError,
     BackendUnavailableError,
@@ -21,7 +21,7 @@ from visionfast.errors import (
     IncompatibleEngineError,
     OptionError,
 )
-from visionfast.types import EngineManifest, GraphSpec, Precision, Runner, TensorSpec
+from visionfast.types import EngineManifest, GraphSpec, Precision
 
 __all__ = ["TorchBackend", "TorchRunner"]
 
@@ -89,22 +89,14 @@ class TorchBackend:
         return TorchRunner(module, graph, threads=threads)
 
 
-class TorchRunner:
+class TorchRunner(GraphRunner):
     """A module on the CPU behind the runner's interface."""
 
     def __init__(self, module: Any, graph: GraphSpec, *, threads: int | None = None) -> None:
         self._torch = _import_torch()
         self._torch.set_num_threads(threads or machine.usable_cpus())
         self._module = module
-        self._graph = graph
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._graph.outputs
+        super().__init__(graph)
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
         check_feeds(self.inputs, feeds)
@@ -117,9 +109,3 @@ class TorchRunner:
 
     def close(self) -> None:
         self._module = None
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
@@ -173,7 +174,7 @@ class Detector:
     ) -> None:
         self.close()
 
-    def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> Iterator[Detections | ImageError]:
+    def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> list[Detections | ImageError]:
         """At most one engine call's worth of images: preprocess, infer, postprocess."""
         answers: list[Detections | ImageError | None] = [None] * len(images)
         placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
@@ -188,7 +189,7 @@ class Detector:
             outputs, engine_ns = self._infer(len(placed))
             for slot, (letterbox, stage_ns) in placed.items():
                 answers[slot] = self._answer(outputs, slot, letterbox, stage_ns | {"engine": engine_ns})
-        return iter([answer for answer in answers if answer is not None])
+        return [answer for answer in answers if answer is not None]
 
     def _place(self, source: ImageSource, slot: int, index: int) -> tuple[Letterbox, dict[str, int]]:
         started = perf_counter_ns()
@@ -218,9 +219,7 @@ class Detector:
             prototypes=None if prototypes is None else prototypes[slot],
             **self._options,
         )
-        stage_ns["postprocess"] = perf_counter_ns() - started
-        object.__setattr__(found, "stage_ns", stage_ns)  # it is ours alone until it is returned
-        return found
+        return replace(found, stage_ns=stage_ns | {"postprocess": perf_counter_ns() - started})
 
 
 class Segmenter(Detector):

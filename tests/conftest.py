@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from visionfast import machine
+
+# Without a CUDA device, Triton's kernels run in its interpreter; it is asked for before a kernel is first imported.
+if not machine.gpus():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def _shared_data() -> Path | None:
     """Real weights and pictures that are too large or not ours to ship; `VISIONFAST_TEST_DATA` names the folder."""

@@ -116,8 +116,7 @@ def _compile(
     files: dict[str, str] = {}
     hashes: dict[str, str] = {}
     onnx_hashes: dict[str, str] = {}
-    # What OpenVINO and torch run in reduced precision is their own doing; the graph that they read is FP32.
-    graph_precision: Precision = precision if backend.name.startswith("tensorrt") else "fp32"
+    graph_precision: Precision = precision if backend.typed_graphs else "fp32"
     with tempfile.TemporaryDirectory(prefix="visionfast-") as scratch:
         for graph in model.spec.graphs:
             progress(f"exporting {graph.name}")
@@ -127,7 +126,9 @@ def _compile(
             exported = export_onnx(module, graph, onnx_path, precision=graph_precision, keep_fp32=islands)
             onnx_hashes[graph.name] = artifacts.sha256_file(onnx_path)
             progress(f"compiling {graph.name} with {backend.name}")
-            request = CompileRequest(exported, onnx_path, module, model.spec.preprocess, precision, device, folder)
+            request = CompileRequest(
+                exported, onnx_path, module, model.spec.preprocess, precision, islands, device, folder
+            )
             compiled = backend.compile(request)
             graphs.append(compiled.graph)
             files[graph.name] = compiled.file

@@ -66,7 +66,8 @@ class CompileRequest:
         module: the eager FP32 `torch.nn.Module` that the ONNX was made from, for runtimes that take it.
         preprocess: lets a runtime take normalisation into the engine.
         precision: asked for.
-        device: `cpu`, or the GPU generation, e.g. `sm89`.
+        keep_fp32: modules that stay FP32 in an FP16 graph, the family's own islands among them.
+        device: `cpu`, `cuda`, or the GPU generation, e.g. `sm89`.
         folder: where the engine's files go.
     """
 
@@ -75,6 +76,7 @@ class CompileRequest:
     module: Any
     preprocess: PreprocessSpec
     precision: Precision
+    keep_fp32: tuple[str, ...]
     device: str
     folder: Path
 
@@ -89,10 +91,18 @@ class Compiled:
 
 
 class Backend(Protocol):
-    """A runtime."""
+    """A runtime.
+
+    Attributes:
+        name: key in `BACKENDS`.
+        default_precision: what it builds when none is asked for.
+        typed_graphs: it computes in the precision that is written into the graph; else it reads an FP32 graph, and
+            the precision is its own doing.
+    """
 
     name: str
     default_precision: Precision
+    typed_graphs: bool
 
     def availability(self) -> Availability: ...
 

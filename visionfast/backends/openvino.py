@@ -54,6 +54,7 @@ class OpenVinoBackend:
 
     name = "openvino"
     default_precision: Precision = "fp32"
+    typed_graphs = False
 
     def availability(self) -> Availability:
         try:

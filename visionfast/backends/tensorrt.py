@@ -29,6 +29,7 @@ class TensorRtBackend:
 
     name: str = "tensorrt"
     default_precision: Precision = "fp16"
+    typed_graphs = True
     module_name: ClassVar[str] = "tensorrt"
     packages: ClassVar[tuple[str, ...]] = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
     extra: ClassVar[str] = "tensorrt"

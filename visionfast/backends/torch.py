@@ -41,6 +41,7 @@ class TorchBackend:
 
     name = "torch"
     default_precision: Precision = "fp32"
+    typed_graphs = True
 
     def availability(self) -> Availability:
         if importlib.util.find_spec("torch") is None:

@@ -86,7 +86,7 @@ def test_order_is_kept_and_short_batches_are_filled(batch: int, count: int) -> N
     levels = [100 + 10 * i for i in range(count)]
     with _detector(batch) as detector:
         assert _levels(detector([_grey(level) for level in levels])) == levels
-        assert detector._runner.calls == -(-count // batch)
+        assert detector._session._runner.calls == -(-count // batch)
 
 
 def test_one_image_is_a_list_of_one(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_only_bad_images_ask_nothing_of_the_engine() -> None:
     with _detector(2) as detector:
         answers = detector([b"", np.zeros((0, 3, 3), np.uint8), np.zeros((3, 3, 3))], on_error="return")
         assert all(isinstance(answer, ImageFormatError) for answer in answers)
-        assert detector._runner.calls == 0
+        assert detector._session._runner.calls == 0
 
 
 def test_results_share_no_memory_with_the_runner() -> None:
@@ -235,7 +235,7 @@ def test_wrong_calls() -> None:
         detector(_grey(1), on_error="ignore")  # type: ignore[call-overload]
     detector.close()
     detector.close()
-    assert detector._runner.closed
+    assert detector._session._runner.closed
     with pytest.raises(OptionError, match="fake: this Detector is closed; open the engine again"):
         detector(_grey(1))
 

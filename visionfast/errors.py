@@ -20,7 +20,8 @@ Every message is one line: what it is about, what was expected, what came, and w
     │   └── ManifestError              engine.json cannot be read or does not describe its files
     ├── BackendError               a runtime
     │   ├── BackendUnavailableError    its package or its device is not on this machine
-    │   └── IncompatibleEngineError    the engine was made for another backend, device or version
+    │   ├── IncompatibleEngineError    the engine was made for another backend, device or version
+    │   └── SessionBusyError           two threads asked one session at the same time
     ├── BuildError                 the compiler refused the graph, or the result could not be written
     ├── CertificateError           the engine and PyTorch do not agree
     └── FetchError                 a published file could not be had, or is not the one it should be
@@ -45,6 +46,7 @@ __all__ = [
     "InputError",
     "ManifestError",
     "OptionError",
+    "SessionBusyError",
     "ShapeError",
     "UnsafeCheckpointError",
     "UnsupportedModelError",
@@ -143,6 +145,10 @@ class BackendUnavailableError(BackendError):
 
 class IncompatibleEngineError(BackendError):
     """The engine was made for another backend, device or version."""
+
+
+class SessionBusyError(BackendError):
+    """Two threads asked one session at the same time; each needs a session of its own."""
 
 
 class BuildError(VisionfastError):

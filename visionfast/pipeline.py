@@ -6,28 +6,24 @@ import contextlib
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from visionfast import artifacts
-from visionfast.backends import get_backend
+from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ImageError, OptionError
-from visionfast.postprocess.detections import check_options, postprocess
-from visionfast.preprocess.cpu import CpuPreprocessor
-from visionfast.preprocess.decode import DecodeLimits, decode_image
-from visionfast.types import Detections, EngineManifest, Letterbox, ModelSpec, Runner
+from visionfast.postprocess.detections import check_options
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.sessions import ImageSource, Session
+from visionfast.types import Detections, EngineManifest, ModelSpec, Runner
 
 __all__ = ["Detector", "ImageSource", "Segmenter", "open_engine"]
 
 _Self = TypeVar("_Self", bound="Detector")
-# A path, an encoded image, or a uint8 RGB array.
-ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | npt.NDArray[np.uint8]"
 
 
 class Detector:
@@ -35,16 +31,19 @@ class Detector:
 
     Args:
         spec: of the model.
-        runner: of its graph; closed with the detector.
+        engine: a runner of its graph on the host, or an engine on a GPU; closed with the detector.
         conf: objects above this confidence, 0..1.
         iou: of two boxes of one class that overlap more than this, 0..1, the less confident one goes.
         max_det: objects an image at most.
         classes: only these, by name or id; `None`: all.
         class_agnostic: boxes of different classes suppress one another too.
         limits: what an image may claim.
+        graph: on a GPU, replay one CUDA graph (`True`) or launch each part (`False`); `None`: where it can be. The
+            answers are the same.
 
     Raises:
         OptionError: an option is out of its range, or a class is unknown.
+        BackendError: the runtime failed.
     """
 
     task = "detect"
@@ -52,7 +51,7 @@ class Detector:
     def __init__(
         self,
         spec: ModelSpec,
-        runner: Runner,
+        engine: Runner | DeviceEngine,
         *,
         conf: float = 0.25,
         iou: float = 0.7,
@@ -60,6 +59,7 @@ class Detector:
         classes: Sequence[int | str] | None = None,
         class_agnostic: bool = False,
         limits: DecodeLimits | None = None,
+        graph: bool | None = None,
     ) -> None:
         if spec.task != self.task:
             other = Segmenter if spec.task == "segment" else Detector
@@ -75,25 +75,24 @@ class Detector:
         }
         check_options(**self._options)
         self._options["class_agnostic"] = class_agnostic
-        self._runner = runner
-        self._limits = limits or DecodeLimits()
-        self._preprocessor = CpuPreprocessor(spec.preprocess)
-        self._input = runner.inputs[0]
-        h, w = spec.preprocess.size_hw
-        self._canvas = np.full((self._input.shape[0], h, w, 3), spec.preprocess.pad_value, np.uint8)
-        # An engine with normalisation inside reads the canvas itself.
-        self._tensor: npt.NDArray[Any] = (
-            self._canvas if self._input.layout == "NHWC" else np.zeros(self._input.shape, self._input.dtype)
-        )
+        self._session = _session(spec, engine, self._options, limits or DecodeLimits(), graph)
         self._closed = False
 
     @classmethod
-    def open(cls: type[_Self], engine: str | os.PathLike[str], *, threads: int | None = None, **options: Any) -> _Self:
+    def open(
+        cls: type[_Self],
+        engine: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        device: str | None = None,
+        **options: Any,
+    ) -> _Self:
         """Opens an engine's folder.
 
         Args:
             engine: its path, or the name of a model that has one engine under engines/.
             threads: processors to compute on; default: all that this process may use.
+            device: `cpu`, `cuda` or `cuda:1`; default: what the engine was built for, the first of its kind.
             options: as for the class.
 
         Raises:
@@ -103,21 +102,26 @@ class Detector:
         """
         folder = artifacts.find_engine(engine, usable=_runs_here)
         manifest = artifacts.read_manifest(folder)
-        return cls._from_folder(folder, manifest, threads, options)
+        return cls._from_folder(folder, manifest, threads, device, options)
 
     @classmethod
     def _from_folder(
-        cls: type[_Self], folder: Path, manifest: EngineManifest, threads: int | None, options: dict[str, Any]
+        cls: type[_Self],
+        folder: Path,
+        manifest: EngineManifest,
+        threads: int | None,
+        device: str | None,
+        options: dict[str, Any],
     ) -> _Self:
         if threads is not None and threads < 1:
             raise OptionError(f"threads: expected at least 1, got {threads}")
         if unknown := sorted(set(options) - set(known := _option_names(cls))):
             raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
-        runner = get_backend(manifest.backend).load(folder, manifest, manifest.spec.graphs[0], threads=threads)
+        engine = _load(folder, manifest, threads, device)
         try:
-            detector = cls(manifest.spec, runner, **options)
+            detector = cls(manifest.spec, engine, **options)
         except BaseException:
-            runner.close()
+            engine.close()
             raise
         detector.manifest = manifest
         return detector
@@ -157,14 +161,19 @@ class Detector:
         if isinstance(images, (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray)):
             images = [images]
         answers: list[Detections | ImageError] = []
-        for first in range(0, len(images), self._input.shape[0]):
-            answers += self._batch(images[first : first + self._input.shape[0]], first, on_error == "raise")
+        for first in range(0, len(images), batch := self._session.batch):
+            some = images[first : first + batch]
+            answers += self._session.answer(some, first=first, raises=on_error == "raise")
         return answers
+
+    def raw(self) -> dict[str, npt.NDArray[Any]]:
+        """What the engine gave for the last batch, copied: its outputs by name, all slots of the batch."""
+        return self._session.raw()
 
     def close(self) -> None:
         """Frees the engine. Closing twice is harmless."""
         self._closed = True
-        self._runner.close()
+        self._session.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -174,53 +183,6 @@ class Detector:
     ) -> None:
         self.close()
 
-    def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> list[Detections | ImageError]:
-        """At most one engine call's worth of images: preprocess, infer, postprocess."""
-        answers: list[Detections | ImageError | None] = [None] * len(images)
-        placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
-        for slot, source in enumerate(images):
-            try:
-                placed[slot] = self._place(source, slot, first + slot)
-            except ImageError as error:
-                if raises:
-                    raise
-                answers[slot] = error
-        if placed:
-            outputs, engine_ns = self._infer(len(placed))
-            for slot, (letterbox, stage_ns) in placed.items():
-                answers[slot] = self._answer(outputs, slot, letterbox, stage_ns | {"engine": engine_ns})
-        return [answer for answer in answers if answer is not None]
-
-    def _place(self, source: ImageSource, slot: int, index: int) -> tuple[Letterbox, dict[str, int]]:
-        started = perf_counter_ns()
-        name = None if isinstance(source, (str, os.PathLike)) else f"image {index}"
-        pixels = decode_image(source, limits=self._limits, name=name)
-        decoded = perf_counter_ns()
-        letterbox = self._preprocessor.write(pixels, self._canvas[slot])
-        return letterbox, {"decode": decoded - started, "preprocess": perf_counter_ns() - decoded}
-
-    def _infer(self, count: int) -> tuple[dict[str, npt.NDArray[Any]], int]:
-        """The engine on all slots; a slot without an image computes what is there and is not looked at."""
-        started = perf_counter_ns()
-        if self._tensor is not self._canvas:
-            self._preprocessor.normalise(self._canvas, self._tensor)
-        # The answers are made from copies before the next call can overwrite these buffers.
-        outputs = self._runner.infer({self._input.name: self._tensor}, copy=False)
-        return outputs, (perf_counter_ns() - started) // count
-
-    def _answer(
-        self, outputs: dict[str, npt.NDArray[Any]], slot: int, letterbox: Letterbox, stage_ns: dict[str, int]
-    ) -> Detections:
-        started = perf_counter_ns()
-        prototypes = outputs.get("prototypes")
-        found = postprocess(
-            outputs["predictions"][slot],
-            letterbox,
-            prototypes=None if prototypes is None else prototypes[slot],
-            **self._options,
-        )
-        return replace(found, stage_ns=stage_ns | {"postprocess": perf_counter_ns() - started})
-
 
 class Segmenter(Detector):
     """Finds objects and their masks; otherwise as `Detector`."""
@@ -228,12 +190,47 @@ class Segmenter(Detector):
     task = "segment"
 
 
-def open_engine(engine: str | os.PathLike[str], *, threads: int | None = None, **options: Any) -> Detector:
+def open_engine(
+    engine: str | os.PathLike[str], *, threads: int | None = None, device: str | None = None, **options: Any
+) -> Detector:
     """Opens an engine as what its task needs, `Detector` or `Segmenter`; arguments and errors as `Detector.open`."""
     folder = artifacts.find_engine(engine, usable=_runs_here)
     manifest = artifacts.read_manifest(folder)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
-    return opened._from_folder(folder, manifest, threads, options)
+    return opened._from_folder(folder, manifest, threads, device, options)
+
+
+def _load(folder: Path, manifest: EngineManifest, threads: int | None, device: str | None) -> Runner | DeviceEngine:
+    """The first graph, where it was built for."""
+    backend, graph = get_backend(manifest.backend), manifest.spec.graphs[0]
+    if manifest.device == "cpu":
+        if device not in (None, "cpu"):
+            raise OptionError(f"device {device}: this engine is for the cpu; `visionfast build` makes one for a GPU")
+        return backend.load(folder, manifest, graph, threads=threads)
+    if device == "cpu":
+        raise OptionError(f"device cpu: this engine is for {manifest.device}; `visionfast build` makes one for the cpu")
+    backend.check_runnable(manifest)
+    from visionfast.cuda import CudaDevice, choose_gpu
+
+    return backend.load_on(CudaDevice(choose_gpu(manifest.device, device)), folder, manifest, graph)
+
+
+def _session(
+    spec: ModelSpec,
+    engine: Runner | DeviceEngine,
+    options: dict[str, Any],
+    limits: DecodeLimits,
+    graph: bool | None,
+) -> Session:
+    if isinstance(engine, DeviceEngine):
+        from visionfast.sessions.cuda import CudaSession
+
+        return CudaSession(spec, engine, options=options, limits=limits, graph=graph)
+    if graph:
+        raise OptionError("graph: expected an engine on a GPU; on the host there is no CUDA graph")
+    from visionfast.sessions.host import HostSession
+
+    return HostSession(spec, engine, options=options, limits=limits)
 
 
 def _runs_here(manifest: EngineManifest) -> bool:
@@ -245,7 +242,7 @@ def _runs_here(manifest: EngineManifest) -> bool:
 
 
 def _option_names(opened: type[Detector]) -> list[str]:
-    """What the class takes by keyword, beside the model and its runner."""
+    """What the class takes by keyword, beside the model and its engine."""
     return [p.name for p in inspect.signature(opened).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from visionfast.errors import OptionError, ShapeError
 from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, Runner, TensorSpec
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
+    import torch
+
+    from visionfast.cuda import Device
 
 __all__ = [
     "BACKENDS",
@@ -25,6 +28,7 @@ __all__ = [
     "Backend",
     "CompileRequest",
     "Compiled",
+    "DeviceEngine",
     "GraphRunner",
     "check_feeds",
     "get_backend",
@@ -124,7 +128,52 @@ class Backend(Protocol):
         ...
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
-        """Loads one graph of an engine; `check_runnable` first."""
+        """Loads one graph of an engine for arrays on the host; `check_runnable` first."""
+        ...
+
+    def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> DeviceEngine:
+        """Loads one graph of an engine for tensors on `device`; `check_runnable` first.
+
+        Raises:
+            IncompatibleEngineError: it was compiled for the host, or for another kind of device.
+        """
+        ...
+
+
+@runtime_checkable
+class DeviceEngine(Protocol):
+    """One loaded graph on a device's stream. Its tensors stand where they are for as long as it lives.
+
+    Attributes:
+        device: whose stream and memory it uses.
+    """
+
+    device: Device
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fixes every input's and output's memory, once, before the first `enqueue`."""
+        ...
+
+    def enqueue(self) -> None:
+        """Puts one run on the device's stream and returns at once.
+
+        Raises:
+            BackendError: the runtime refuses.
+        """
+        ...
+
+    def can_be_captured(self) -> bool:
+        """Whether `enqueue` may be recorded in a CUDA graph; asked after one run."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the runtime holds; closing twice is harmless."""
         ...
 
 

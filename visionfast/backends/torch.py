@@ -1,19 +1,27 @@
-"""Eager PyTorch: the certificate's reference and the baseline, and a backend for machines with nothing else."""
+"""PyTorch: the certificate's reference and the baseline, and a backend for machines with nothing else.
+
+On a CPU it computes in FP32. On a CUDA device it computes what the other GPU backends do: the FP16 graph with its
+FP32 islands, channels last, in buffers that stay where they are, so that it goes through the same session, kernels
+and CUDA graph as TensorRT.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from visionfast import machine
 from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_feeds
+from visionfast.backends.device_runner import DeviceRunner
+from visionfast.cuda import CudaDevice, Device, choose_gpu
 from visionfast.errors import (
     BackendError,
     BackendUnavailableError,
@@ -21,9 +29,15 @@ from visionfast.errors import (
     IncompatibleEngineError,
     OptionError,
 )
-from visionfast.types import EngineManifest, GraphSpec, Precision
+from visionfast.export import half_precision
+from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
 
-__all__ = ["TorchBackend", "TorchRunner"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TorchBackend", "TorchEngine", "TorchRunner"]
+
+_ANY_CUDA = "cuda"
 
 
 def _import_torch() -> Any:
@@ -46,48 +60,124 @@ class TorchBackend:
     def availability(self) -> Availability:
         if importlib.util.find_spec("torch") is None:
             return Availability("", False, False, "not installed: pip install 'visionfast[build]'", ())
-        return Availability(importlib.metadata.version("torch"), True, True, "", ("fp32",))
+        return Availability(importlib.metadata.version("torch"), True, True, "", ("fp32", "fp16"))
 
     def resolve_device(self, gpu: str | None) -> str:
-        if gpu is not None:
-            raise OptionError(f"--gpu {gpu}: backend torch builds for the CPU; leave --gpu out")
-        return "cpu"
+        if gpu is None:
+            return _ANY_CUDA if machine.gpus() and _import_torch().cuda.is_available() else "cpu"
+        if not re.fullmatch(r"cuda|sm\d{2,3}", gpu, re.ASCII):
+            raise OptionError(f"--gpu {gpu}: expected cuda; a torch engine runs on every CUDA device")
+        return _ANY_CUDA
 
     def compile(self, request: CompileRequest) -> Compiled:
         torch = _import_torch()
-        if request.precision != "fp32":
-            raise BuildError(f"precision {request.precision}: backend torch builds fp32; leave --precision out")
+        module = request.module
+        if request.precision == "fp16":
+            if request.device == "cpu":
+                raise BuildError("precision fp16: backend torch builds fp32 for the CPU; leave --precision out")
+            module = half_precision(module, request.keep_fp32)
         example = tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in request.graph.inputs)
         file = f"{request.graph.name}.pt2"
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # about torch's own internals
-                program = torch.export.export(request.module, example, strict=False)
+                program = torch.export.export(module, example, strict=False)
                 torch.export.save(program, request.folder / file)
         except Exception as error:  # torch.export raises whatever the traced code or its own passes do
             raise BuildError(f"torch.export: {str(error).splitlines()[0]}") from error
         return Compiled(request.graph, file, (file,))
 
     def check_runnable(self, manifest: EngineManifest) -> None:
-        _import_torch()
-        if manifest.device != "cpu":
-            raise IncompatibleEngineError(f"device {manifest.device}: expected an engine for the cpu; build it again")
+        torch = _import_torch()
+        if manifest.device == "cpu":
+            return
+        if manifest.device != _ANY_CUDA:
+            raise IncompatibleEngineError(f"device {manifest.device}: expected cpu or cuda; build it again")
+        choose_gpu(manifest.device, None)
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError(f"torch {torch.__version__}: it sees no CUDA device; `visionfast doctor`")
 
-    def load(
-        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
-    ) -> TorchRunner:
+    def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
         self.check_runnable(manifest)
+        if manifest.device != "cpu":
+            device = CudaDevice(choose_gpu(manifest.device, None))
+            return DeviceRunner(self.load_on(device, folder, manifest, graph))
+        return TorchRunner(self._program(folder, manifest, graph).module(), graph, threads=threads)
+
+    def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> TorchEngine:
+        if manifest.device == "cpu":
+            raise IncompatibleEngineError(
+                "device: the engine is for the cpu; build it with `--backend torch --gpu cuda`"
+            )
+        from torch.export.passes import move_to_device_pass
+
+        program = self._program(folder, manifest, graph)
+        with device.current():
+            module = move_to_device_pass(program, device.where).module()
+        return TorchEngine(module, graph, device)
+
+    def _program(self, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> Any:
         torch = _import_torch()
         path = folder / manifest.files[graph.name]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about torch's own internals
-                module = torch.export.load(path).module()
+                return torch.export.load(path)
         except Exception as error:  # a damaged archive fails in many ways
             raise BackendError(
                 f"{path}: torch cannot load it ({str(error).splitlines()[0]}); build it again"
             ) from error
-        return TorchRunner(module, graph, threads=threads)
+
+
+class TorchEngine:
+    """A module on a device's stream, with inputs and outputs that stay where they are.
+
+    Args:
+        module: on `device`, in the graph's precision.
+        graph: its tensors.
+        device: whose stream it is enqueued on.
+    """
+
+    def __init__(self, module: torch.nn.Module, graph: GraphSpec, device: Device) -> None:
+        self._torch = _import_torch()
+        self.device = device
+        self._graph = graph
+        with device.current():
+            self._module: Any = module.to(memory_format=self._torch.channels_last)
+        self._inputs: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self._graph.inputs
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return self._graph.outputs
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._inputs = [tensors[spec.name] for spec in self.inputs]
+        self._targets = [tensors[spec.name] for spec in self.outputs]
+
+    def enqueue(self) -> None:
+        torch = self._torch
+        with self.device.current(), torch.inference_mode():
+            # Convolutions in FP16 take the tensor cores' own layout; the copy is one pass over the input.
+            feeds = (
+                t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t  # (B, 3, h, w)
+                for t in self._inputs
+            )
+            results = self._module(*feeds)
+            results = results if isinstance(results, (tuple, list)) else (results,)
+            for result, target in zip(results, self._targets, strict=True):
+                target.copy_(result, non_blocking=True)
+
+    def can_be_captured(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._module = None
+        self._inputs, self._targets = [], []
 
 
 class TorchRunner(GraphRunner):

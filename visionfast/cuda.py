@@ -1,0 +1,162 @@
+"""One CUDA stream and its device's memory, in torch's words. The only place that asks torch for either.
+
+A session owns one `Device`. DALI, TensorRT and the kernels all work on its stream, so nothing between them has to
+wait: what was put on the stream first is done first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from visionfast import machine
+from visionfast.errors import BackendUnavailableError, IncompatibleEngineError, OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaDevice", "Device", "choose_gpu"]
+
+_CUDA = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
+
+
+class Device(Protocol):
+    """What a session needs of a device: memory, one stream, and graphs of what was put on it."""
+
+    @property
+    def where(self) -> torch.device:
+        """The device of its tensors."""
+        ...
+
+    @property
+    def stream(self) -> Any:
+        """The stream, as torch and DALI take it."""
+        ...
+
+    @property
+    def stream_handle(self) -> int:
+        """The stream, as TensorRT takes it: `cudaStream_t` as an integer."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Device memory, not initialised; `dtype` is NumPy's name."""
+        ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Page-locked host memory, zeros: the only kind that is copied without waiting."""
+        ...
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what torch and Triton launch goes onto the stream."""
+        ...
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Puts a copy on the stream and returns at once; both must stay as they are until `synchronize`."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Records what `work` puts on the stream, without running it, and returns the function that replays it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until everything that was put on the stream is done."""
+        ...
+
+
+class CudaDevice:
+    """A stream of its own on one CUDA device.
+
+    Args:
+        index: as CUDA counts the devices that this process may see.
+
+    Raises:
+        BackendUnavailableError: torch, or its CUDA, is not here.
+        OptionError: there is no such device.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        if importlib.util.find_spec("torch") is None:
+            raise BackendUnavailableError("cuda: running on a GPU needs torch; `pip install 'visionfast[gpu]'`")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError(
+                f"cuda: torch {torch.__version__} sees no CUDA device (built for CUDA {torch.version.cuda or 'none'}); "
+                "`visionfast doctor` shows the driver"
+            )
+        if not 0 <= index < torch.cuda.device_count():
+            raise OptionError(f"cuda:{index}: expected a device from 0 to {torch.cuda.device_count() - 1}")
+        self._torch = torch
+        self._where = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._where)  # type: ignore[no-untyped-call]
+
+    @property
+    def where(self) -> torch.device:
+        return self._where
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
+
+    @property
+    def stream_handle(self) -> int:
+        return int(self._stream.cuda_stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._where)
+
+    def pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), pin_memory=True)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self._torch.cuda.stream(self._stream):
+            yield
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = self._torch.cuda.CUDAGraph()
+        # thread_local: another session's thread may allocate while this one captures.
+        with self._torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def choose_gpu(compiled_for: str, asked: str | None) -> int:
+    """The index of the GPU that an engine runs on.
+
+    Args:
+        compiled_for: the manifest's device: `cuda` for any, or a generation such as `sm89`.
+        asked: `cuda`, `cuda:1`, or `None` for the first that fits.
+
+    Raises:
+        OptionError: `asked` is not written so, or there is no such device.
+        IncompatibleEngineError: the GPU, or every GPU here, is of another generation.
+        BackendUnavailableError: there is no GPU.
+    """
+    here = machine.gpus()
+    index = None
+    if asked is not None:
+        if (match := _CUDA.fullmatch(asked)) is None:
+            raise OptionError(f"device {asked!r}: expected cuda or cuda:N for an engine that was built for a GPU")
+        index = int(match[1]) if match[1] else None
+    if not here:
+        raise BackendUnavailableError(
+            f"the engine needs an NVIDIA GPU ({compiled_for}) and its driver; this machine has none"
+        )
+    if index is not None and index >= len(here):
+        raise OptionError(f"device cuda:{index}: this machine has {len(here)}, from cuda:0 to cuda:{len(here) - 1}")
+    candidates = here if index is None else (here[index],)
+    for gpu in candidates:
+        if compiled_for in ("cuda", gpu.sm):
+            return gpu.index
+    there = ", ".join(f"cuda:{gpu.index} is {gpu.sm} ({gpu.name})" for gpu in candidates)
+    raise IncompatibleEngineError(f"device: the engine is for {compiled_for}, {there}; build it for {candidates[0].sm}")

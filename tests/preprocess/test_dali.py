@@ -23,6 +23,7 @@ from visionfast.errors import (
 )
 from visionfast.preprocess import reference
 from visionfast.preprocess.dali import DaliPreprocessor, letterbox_pipeline
+from visionfast.preprocess.dali_admission import Admission, admit
 from visionfast.preprocess.decode import DecodeLimits, decode_image
 from visionfast.types import PreprocessSpec
 
@@ -76,7 +77,7 @@ SIDES = st.one_of(st.integers(1, 5), st.integers(1, 700))
 def test_png_within_one_level_of_the_definition(preprocessor, image_hw, seed):
     image = noise(image_hw, seed)
     file = png(image)
-    assert preprocessor._is_for_dali(file, "x")
+    assert isinstance(admit(file, limits=DecodeLimits(), name="x"), Admission)
     ((canvas, geometry),) = preprocessor([file])
     expected, expected_geometry = reference.letterbox(image, SPEC)
     assert geometry == expected_geometry
@@ -89,7 +90,7 @@ def test_jpeg_with_orientation(preprocessor, photographs, orientation):
     exif[0x0112] = orientation
     with Image.open(photographs[0]) as photograph:
         file = jpeg(np.asarray(photograph), exif=exif.tobytes(), quality=95)
-    assert preprocessor._is_for_dali(file, "x")
+    assert isinstance(admit(file, limits=DecodeLimits(), name="x"), Admission)
     ((canvas, geometry),) = preprocessor([file])
     expected, expected_geometry = reference.letterbox(decode_image(file), SPEC)
     assert geometry == expected_geometry
@@ -144,7 +145,7 @@ def test_a_corrupt_image_harms_none_and_shifts_nothing(preprocessor):
     files = [jpeg(image, quality=100, subsampling=0) for image in images]
     alone = [preprocessor([file])[0] for file in files]
     bad = {1: broken_inside(files[1]), 5: files[5][: len(files[5]) // 2], 8: b"", 9: broken_inside(files[9])}
-    assert preprocessor._is_for_dali(bad[1], "x")  # this one reaches DALI
+    assert isinstance(admit(bad[1], limits=DecodeLimits(), name="x"), Admission)  # this one reaches DALI
     for _ in range(3):
         answers = preprocessor([bad.get(i, file) for i, file in enumerate(files)])
         assert len(answers) == len(files)

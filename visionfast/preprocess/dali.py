@@ -1,132 +1,71 @@
-"""Decode, letterbox and normalise as one DALI graph: the GPU's way, and on the CPU the same for the tests.
+"""A batch of encoded images → network inputs through DALI's graph, each image on its own feet.
 
-Facts that shaped it (DALI 2.4): the decoder's `ANY_DATA` output crashes the process on a grey JPEG, so only
-RGB is asked for. One corrupt image raises for its whole batch; the next run is right again only with the
-default executor and a prefetch depth of 1 (with 2, results shift by one image). `mode="not_larger"` with a
-centred crop is not the letterbox; the size and the corner computed in the graph are.
+On `mixed` the inputs are made on the GPU and stay there, on the caller's stream, and nothing here waits for the
+device: an image's place in its input is computed from its header, and all that is read back from DALI (the image's
+size and serial number) was on the CPU throughout.
+
+An answer cannot be another image's. Every image gets a serial number that no other has had; it travels at the end
+of the image's own bytes, comes out beside the input made from them, and is compared. One corrupt image fails its
+whole run, so after a failed run each image runs alone, and the bad one fails alone.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import BackendUnavailableError, ImageError, OptionError
+from visionfast.errors import BackendError, BackendUnavailableError, ImageError, OptionError
 from visionfast.preprocess.cpu import CpuPreprocessor
+from visionfast.preprocess.dali_admission import admit, scan_damage
+from visionfast.preprocess.dali_batch import CpuDecode, DaliBatch, DaliRow, DaliRun
+from visionfast.preprocess.dali_graph import ENCODED, DaliDevice, DaliDtype, letterbox_pipeline, trailer
 from visionfast.preprocess.decode import DecodeLimits, decode_image
-from visionfast.preprocess.formats import png_essentials, read_jpeg_header, sniff
 from visionfast.preprocess.reference import letterbox_geometry
 from visionfast.types import Letterbox, PreprocessSpec
 
-__all__ = ["DaliPreprocessor", "letterbox_pipeline"]
+__all__ = ["CpuDecode", "DaliBatch", "DaliPreprocessor", "DaliRow", "DaliRun", "letterbox_pipeline"]
 
-_ENCODED = "encoded"  # the graph's input
-_DTYPES = ("uint8", "float32", "float16")
-
-
-def letterbox_pipeline(
-    spec: PreprocessSpec,
-    *,
-    batch: int,
-    device: Literal["cpu", "mixed"] = "cpu",
-    dtype: Literal["uint8", "float32", "float16"] = "uint8",
-    threads: int = 2,
-    device_id: int | None = None,
-) -> Any:
-    """An unbuilt `nvidia.dali.Pipeline`: encoded bytes in, network input out.
-
-    Its input is the external source `"encoded"`, a batch of 1 to `batch` 1-D uint8 arrays on the CPU. Its
-    outputs are the images, (h, w, 3) uint8, or (3, h, w) float normalised by `spec`; and (2,) int64, the
-    original `(H, W)` after orientation.
-
-    Args:
-        spec: the letterbox and the normalisation.
-        batch: images at most in a run.
-        device: `cpu`; `mixed` decodes on the GPU `device_id` and leaves the images there.
-        dtype: of the images; `uint8` for engines that normalise inside.
-        threads: CPU threads for decoding.
-        device_id: the GPU for `mixed`.
-
-    Raises:
-        BackendUnavailableError: DALI is not installed.
-        OptionError: a device or dtype that does not exist.
-    """
-    if device not in ("cpu", "mixed"):
-        raise OptionError(f"device: expected cpu or mixed, got {device!r}")
-    if dtype not in _DTYPES:
-        raise OptionError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    try:  # by import_module: DALI's stubs know neither its types' names nor what it re-exports
-        dali, fn, math, types = (
-            cast(Any, importlib.import_module("nvidia.dali" + part)) for part in ("", ".fn", ".math", ".types")
-        )
-    except ImportError as error:
-        raise BackendUnavailableError(f"DALI cannot be imported ({error}); install visionfast[dali]") from error
-
-    pipeline = dali.Pipeline(
-        batch_size=batch,
-        num_threads=threads,
-        device_id=(device_id or 0) if device == "mixed" else None,
-        prefetch_queue_depth=1,
-    )
-    h, w = spec.size_hw
-    with pipeline:
-        encoded = fn.external_source(name=_ENCODED, device="cpu", dtype=types.UINT8, ndim=1)
-        image = fn.decoders.image(encoded, device=device, output_type=types.RGB)
-
-        # As reference.letterbox_geometry, in double precision. Half the padding is rounded down: that is what
-        # `round(padding / 2 - 0.1)` comes to.
-        image_hw = fn.slice(fn.peek_image_shape(encoded), [0], [2], axes=[0])  # (2,) i64
-        sides = fn.cast(image_hw, dtype=types.FLOAT64)
-        gain = math.min(h / sides[0], w / sides[1])
-        resized = [math.max(_round_half_even(sides[axis] * gain, math), 1.0) for axis in (0, 1)]
-        corner = [math.floor((side - length) / 2) for side, length in zip((h, w), resized, strict=True)]
-
-        image = fn.resize(
-            image,
-            size=fn.cast(fn.stack(*resized), dtype=types.FLOAT),
-            interp_type=types.INTERP_LINEAR,
-            antialias=False,
-        )
-        image = fn.slice(
-            image,
-            start=fn.cast(-fn.stack(*corner), dtype=types.INT32),
-            shape=[h, w],
-            axes=[0, 1],
-            out_of_bounds_policy="pad",
-            fill_values=spec.pad_value,
-        )
-        if dtype != "uint8":
-            image = fn.crop_mirror_normalize(
-                image,
-                dtype=types.FLOAT if dtype == "float32" else types.FLOAT16,
-                output_layout="CHW",
-                mean=[255 * mean for mean in spec.mean],
-                std=[255 * std for std in spec.std],
-            )
-        pipeline.set_outputs(image, image_hw)
-    return pipeline
+_SERIALS = 2**31  # then they begin again
 
 
-def _round_half_even(value: Any, math: Any) -> Any:
-    """Python's `round` of a non-negative number, as a DALI expression: DALI has only floor and ceil."""
-    nearest = math.floor(value + 0.5)
-    is_half = (nearest - value) == 0.5
-    is_odd = (nearest - 2 * math.floor(nearest / 2)) == 1
-    return nearest - is_half * is_odd
+class _RunError(Exception):
+    """DALI refused a run; the message is what it says, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    index: int
+    encoded: bytes
+    letterbox: Letterbox
 
 
 class DaliPreprocessor:
-    """Encoded images → network inputs through `letterbox_pipeline` on the CPU, each image on its own feet.
+    """Encoded images → network inputs through `letterbox_pipeline`. Not for several threads at once.
 
-    Only kinds that DALI decodes as the definition does reach it: intact 8-bit JPEGs and opaque 8-bit PNGs,
-    within the limits. All others, and those that DALI refuses after all, go through `decode_image` and
-    `CpuPreprocessor`, or come back as the error that says what is wrong. One thing is looser here: damage inside
-    a JPEG's scan that libjpeg only warns of is `ImageTruncatedError` to `decode_image`, and unnoticed by DALI.
-    Not for several threads at once.
+    Only what DALI decodes as the definition does reaches it (`dali_admission.admit`); the rest comes back as
+    `CpuDecode`, or as the error that says what is wrong. A context manager.
+
+    Args:
+        spec: the letterbox and the normalisation.
+        batch: images at most in one run of the graph; more are several runs.
+        device: `cpu`; `mixed` leaves the inputs on the GPU.
+        dtype: of the inputs; `uint8` for engines that normalise inside.
+        threads: CPU threads for decoding, and as many for checking scans.
+        device_id: the GPU for `mixed`; None for the one that is current now.
+        limits: what an image may cost.
+        stream: for `mixed`, the CUDA stream that the inputs are for: a torch stream, a `cuda.core` one or anything
+            else with `__cuda_stream__`, or a handle. Without one, each run waits until the device is done.
+        check_scans: look for damage inside a JPEG's scans too (`DaliBatch.damage`), for half a decode's CPU time.
+        hw_decoder_load, expected_hw: as in `letterbox_pipeline`.
+
+    Raises:
+        BackendUnavailableError: DALI is not installed; for `mixed` also where there is no NVIDIA driver.
+        OptionError: an option that does not exist.
     """
 
     def __init__(
@@ -134,76 +73,237 @@ class DaliPreprocessor:
         spec: PreprocessSpec,
         *,
         batch: int = 8,
+        device: DaliDevice = "cpu",
+        dtype: DaliDtype = "uint8",
         threads: int = 2,
+        device_id: int | None = None,
         limits: DecodeLimits | None = None,
+        stream: Any = None,
+        check_scans: bool = True,
+        hw_decoder_load: float = 0.65,
+        expected_hw: tuple[int, int] = (1080, 1920),
     ) -> None:
+        if stream is not None and device != "mixed":
+            raise OptionError(f"stream: expected none for device {device!r}, got {stream!r}; it is for mixed")
+        if not _is_stream(stream):
+            raise OptionError(f"stream: expected a CUDA stream or its handle, got {stream!r}")
         self.spec = spec
         self.batch = batch
+        self.device = device
+        self.dtype = dtype
         self.limits = limits or DecodeLimits()
-        self._cpu = CpuPreprocessor(spec)
-        self._pipeline = letterbox_pipeline(spec, batch=batch, threads=threads)
-        self._pipeline.build()
+        self._stream = stream
+        self._options: dict[str, Any] = {
+            "batch": batch,
+            "device": device,
+            "dtype": dtype,
+            "threads": threads,
+            "device_id": device_id,
+            "hw_decoder_load": hw_decoder_load,
+            "expected_hw": expected_hw,
+        }
+        self._serial = 0
+        self._closed = False
+        self._held: list[Any] = []  # the last batch's tensors
+        self._pipeline = self._built()
+        self._checkers = ThreadPoolExecutor(threads, "visionfast-scans") if check_scans else None
 
-    def __call__(self, images: Sequence[bytes]) -> list[tuple[npt.NDArray[np.uint8], Letterbox] | ImageError]:
-        """For each image, in order: canvas (h, w, 3) uint8 and its place in it, or what is wrong with it."""
-        answers: dict[int, tuple[npt.NDArray[np.uint8], Letterbox] | ImageError] = {}
+    def run(self, images: Sequence[bytes], *, names: Sequence[str] | None = None) -> DaliBatch:
+        """All images of a batch; an image that fails harms no other.
+
+        On `mixed`, the tensors are ready on `stream` and only there: view and use them on it (with torch, inside
+        `torch.cuda.stream(stream)`). They are nobody else's and are not written again, but must be kept until the
+        work that reads them is done. The preprocessor itself keeps a batch's until the next call, so a
+        caller that synchronises once a batch has nothing to copy.
+
+        Args:
+            images: encoded.
+            names: `ImageError.source` of each; otherwise `bytes[i]`.
+
+        Raises:
+            BackendError: DALI does not run any more, or gave an answer that is not for the image asked for.
+        """
+        if self._closed:
+            raise BackendError("DALI: expected an open preprocessor, got a closed one; make a new one")
+        self._held.clear()
+        names = names if names is not None else [f"bytes[{index}]" for index in range(len(images))]
+        answers: dict[int, DaliRow | CpuDecode | ImageError] = {}
+        checks: dict[int, Future[ImageError | None]] = {}
         admitted = []
-        for index, data in enumerate(images):
+        for index, (data, name) in enumerate(zip(images, names, strict=True)):
             try:
-                if self._is_for_dali(data, f"bytes[{index}]"):
-                    admitted.append(index)
-                else:
-                    answers[index] = self._without_dali(data, index)
+                admission = admit(data, limits=self.limits, name=name)
             except ImageError as error:
                 answers[index] = error
+                continue
+            if isinstance(admission, str):
+                answers[index] = CpuDecode(index, admission)
+                continue
+            letterbox = letterbox_geometry(admission.image_hw, self.spec.size_hw)
+            admitted.append(_Admitted(index, admission.encoded, letterbox))
+            if self._checkers is not None:
+                checks[index] = self._checkers.submit(scan_damage, data, limits=self.limits, name=name)
         for start in range(0, len(admitted), self.batch):
-            chunk = admitted[start : start + self.batch]
-            answers |= self._run(chunk, images)
-        return [answers[index] for index in range(len(images))]
+            for answer in self._together(admitted[start : start + self.batch]):
+                answers[answer.index] = answer
+        ordered = tuple(answers[index] for index in range(len(images)))
+        runs = {id(answer.run): answer.run for answer in ordered if isinstance(answer, DaliRow)}
+        return DaliBatch(ordered, tuple(runs.values()), checks)
 
-    def _is_for_dali(self, data: bytes, name: str) -> bool:
-        """Raises `ImageError` for what is refused by its header already."""
-        self.limits.check_bytes(len(data), name)
-        kind = sniff(data, name)
-        if kind == "JPEG":
-            header = read_jpeg_header(data, name)
-            self.limits.check_pixels(header.image_hw, name)
-            # A JPEG without its end marker may be cut short, which DALI may not mention.
-            return header.ordinary and data.rstrip(b"\0").endswith(b"\xff\xd9")
-        if kind == "PNG":
-            essentials, image_hw, orientation = png_essentials(data, name, allow_truncated=self.limits.allow_truncated)
-            self.limits.check_pixels(image_hw, name)
-            depth, colour_type = data[24], data[25]
-            opaque = colour_type in (0, 2) and b"tRNS" not in essentials
-            return depth == 8 and opaque and orientation == 1
-        return False
+    def __call__(self, images: Sequence[bytes]) -> list[tuple[npt.NDArray[Any], Letterbox] | ImageError]:
+        """On the CPU: for each image, in order, its input and its place in it, or what is wrong with it.
 
-    def _run(
-        self, indices: list[int], images: Sequence[bytes]
-    ) -> dict[int, tuple[npt.NDArray[np.uint8], Letterbox] | ImageError]:
-        """One run; where it fails, a run for each image, so that the bad one fails alone."""
-        self._pipeline.feed_input(_ENCODED, [np.frombuffer(images[index], np.uint8) for index in indices])
+        The inputs are the caller's own: (h, w, 3) uint8 or (3, h, w) float.
+
+        Raises:
+            OptionError: `mixed` leaves its inputs on the GPU: `run` hands them out.
+        """
+        if self.device != "cpu":
+            raise OptionError(f"device: expected cpu, got {self.device!r}; its inputs are had by run()")
+        batch = self.run(images)
+        damage = batch.damage()
+        results: list[tuple[npt.NDArray[Any], Letterbox] | ImageError] = []
+        for index, answer in enumerate(batch.answers):
+            if index in damage:
+                results.append(damage[index])
+            elif isinstance(answer, DaliRow):
+                results.append((np.from_dlpack(answer.run.tensor)[answer.row].copy(), answer.letterbox))
+            elif isinstance(answer, CpuDecode):
+                results.append(self._without_dali(images[index], index))
+            else:
+                results.append(answer)
+        return results
+
+    def close(self) -> None:
+        """Releases the pipeline and its threads; tensors that are still in use elsewhere live on."""
+        self._closed = True
+        self._held.clear()
+        self._pipeline = None
+        if self._checkers is not None:
+            self._checkers.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> DaliPreprocessor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- runs of the graph ----------------------------------------------------------------------------------
+
+    def _together(self, images: list[_Admitted]) -> list[DaliRow | CpuDecode]:
+        """One run; where it fails, a run for each image."""
+        if len(images) > 1:
+            try:
+                return self._rows(images)
+            except _RunError:
+                pass
+        return [self._alone(image) for image in images]
+
+    def _alone(self, image: _Admitted) -> DaliRow | CpuDecode:
         try:
-            canvases, sizes_hw = self._pipeline.run()
-        except RuntimeError:
-            if len(indices) == 1:
-                return {indices[0]: self._without_dali(images[indices[0]], indices[0])}
-            alone = [self._run([index], images) for index in indices]
-            return {index: answer for run in alone for index, answer in run.items()}
-        answers: dict[int, tuple[npt.NDArray[np.uint8], Letterbox] | ImageError] = {}
-        for position, index in enumerate(indices):
-            height, width = (int(side) for side in sizes_hw.at(position))
-            geometry = letterbox_geometry((height, width), self.spec.size_hw)
-            answers[index] = (
-                np.array(canvases.at(position)),
-                geometry,
-            )  # a copy: the next run takes the buffer
+            return self._rows([image])[0]
+        except _RunError as failure:
+            refusal = CpuDecode(image.index, f"DALI cannot decode it: {failure}")
+        try:  # Is it the image, or is the pipeline dead? A sound picture tells.
+            self._probe(1)
+        except _RunError:
+            self._pipeline = self._built()
+            try:
+                return self._rows([image])[0]
+            except _RunError:
+                pass
+        return refusal
+
+    def _rows(self, images: list[_Admitted]) -> list[DaliRow | CpuDecode]:
+        tensors, sizes_hw = self._outputs([(image.encoded, image.letterbox) for image in images])
+        self._held.append(tensors)
+        run = DaliRun(tensors.as_tensor(), tuple(image.index for image in images))
+        answers: list[DaliRow | CpuDecode] = []
+        for row, (image, (height, width)) in enumerate(zip(images, sizes_hw.tolist(), strict=True)):
+            expected_h, expected_w = image.letterbox.image_hw
+            if (height, width) == (expected_h, expected_w):
+                answers.append(DaliRow(image.index, run, row, image.letterbox))
+            else:
+                reason = f"its header says {expected_w}×{expected_h} pixels, DALI {width}×{height}"
+                answers.append(CpuDecode(image.index, reason))
         return answers
 
-    def _without_dali(self, data: bytes, index: int) -> tuple[npt.NDArray[np.uint8], Letterbox] | ImageError:
+    def _outputs(self, images: list[tuple[bytes, Letterbox]]) -> tuple[Any, npt.NDArray[np.int64]]:
+        """One run: DALI's list of n inputs, and (n, 2) int64, each image's `(H, W)` as DALI sees it.
+
+        Raises:
+            _RunError: an image failed; or the pipeline is dead.
+            BackendError: the answers are to other images.
+        """
+        trailers = np.stack([trailer(self._next_serial(), letterbox) for _, letterbox in images])  # (n, 5)
+        pipeline = self._pipeline if self._pipeline is not None else self._built()
+        self._pipeline = None  # until it has shown that it is right: what failed half-way is not used again
+        pipeline.feed_input(
+            ENCODED,
+            [np.frombuffer(data + told.tobytes(), np.uint8) for (data, _), told in zip(images, trailers, strict=True)],
+        )
+        try:
+            tensors, sizes_hw, told = pipeline.run(self._stream)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # DALI picks one by what went wrong
+            self._pipeline = pipeline  # what was fed is used up, and the next run is right
+            raise _RunError(_gist(error)) from error
+        if not np.array_equal(told.as_array(), trailers):
+            expected, got = (serials[:, 0].tolist() for serials in (trailers, told.as_array()))
+            raise BackendError(f"DALI: expected images {expected}, got {got}; send the batch again, to a new pipeline")
+        self._pipeline = pipeline
+        return tensors, sizes_hw.as_array()
+
+    def _next_serial(self) -> int:
+        self._serial = (self._serial + 1) % _SERIALS
+        return self._serial
+
+    def _built(self) -> Any:
+        """A pipeline that has run: what the first run allocates is not paid for by a request."""
+        pipeline = letterbox_pipeline(self.spec, with_trailer=True, **self._options)
+        try:
+            pipeline.build()
+        except RuntimeError as error:
+            raise BackendUnavailableError(
+                f"DALI cannot build its {self.device} pipeline: {_gist(error)}; "
+                "mixed needs an NVIDIA GPU and its driver, device cpu needs none"
+            ) from error
+        self._pipeline = pipeline
+        try:
+            self._probe(self.batch)
+        except _RunError as failure:
+            raise BackendError(f"DALI: expected its new {self.device} pipeline to run, got {failure}") from failure
+        return pipeline
+
+    def _probe(self, n: int) -> None:
+        """Runs n sound pictures. Raises `_RunError` if the pipeline is dead."""
+        import simplejpeg
+
+        data = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+        self._outputs([(data, letterbox_geometry((16, 16), self.spec.size_hw))] * n)
+
+    def _without_dali(self, data: bytes, index: int) -> tuple[npt.NDArray[Any], Letterbox] | ImageError:
         try:
             pixels = decode_image(data, limits=self.limits, name=f"bytes[{index}]")
         except ImageError as error:
             return error
-        canvas = np.empty((*self.spec.size_hw, 3), np.uint8)
-        return canvas, self._cpu.write(pixels, canvas)
+        h, w = self.spec.size_hw
+        cpu = CpuPreprocessor(self.spec)
+        canvas = np.empty((h, w, 3), np.uint8)
+        letterbox = cpu.write(pixels, canvas)
+        if self.dtype == "uint8":
+            return canvas, letterbox
+        planes = np.empty((1, 3, h, w), self.dtype)
+        cpu.normalise(canvas[None], planes)
+        return planes[0], letterbox
+
+
+def _is_stream(stream: Any) -> bool:
+    """The forms of a CUDA stream that DALI takes, and none at all."""
+    forms = ("__cuda_stream__", "cuda_stream", "ptr", "handle")
+    return stream is None or isinstance(stream, int) or any(hasattr(stream, form) for form in forms)
+
+
+def _gist(error: Exception) -> str:
+    """The part of DALI's many lines that says what happened."""
+    text = str(error).partition("encountered:")[2] or str(error)
+    return " ".join(text.partition("Current pipeline object")[0].split()).rstrip(" :")[:200]

@@ -1,12 +1,14 @@
 # make demo    install, fetch a real YOLOv8s, build, certify, predict, time it; leaves demo/
 # make test    the checks and the test suite
 # make check   ruff and mypy only
+# make cubins  every GPU kernel compiled for six architectures, no GPU needed; registers, spills, shared memory
+# make gpu-check  on a machine with an NVIDIA GPU: right answers, then their cost; 5 minutes, needs no network
 # make bench   the overhead benchmark, on a quiet machine
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format cubins gpu-check bench clean
 .DELETE_ON_ERROR:
 
 # pip writes its progress here; the stamp is made anew when what is to be installed changes.
@@ -30,6 +32,12 @@ test: check
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+cubins: $(STAMP)
+	$(BIN)/python -m visionfast.cubins
+
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(GPU_CHECK)
 
 bench: $(STAMP)
 	$(BIN)/visionfast fetch yolov8s-people

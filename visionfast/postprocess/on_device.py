@@ -1,0 +1,177 @@
+"""`postprocess` on a GPU: the kernels on the engine's own tensors, a small copy to the host, and `Detections` there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.cuda import Device
+from visionfast.errors import IncompatibleEngineError
+from visionfast.postprocess.kernels.detections import DetectionKernels
+from visionfast.postprocess.kernels.layout import found_shape, read_found
+from visionfast.types import Detections, Letterbox, ModelSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from visionfast.postprocess.masks import InstanceMasks
+
+__all__ = ["DevicePostprocess"]
+
+MASK_WORDS_PER_IMAGE = 1 << 17
+"""Of 32 mask pixels: 512 KiB, four million pixels of boxes, go with every image's answer. More take another round."""
+
+
+class DevicePostprocess:
+    """Gives what `postprocess.postprocess` gives, for all slots of a batch.
+
+    Args:
+        spec: of the model.
+        outputs: of its engine.
+        device: where the engine's tensors are.
+        options: of `postprocess`, checked already.
+        mask_words: that come with a batch's answer without another round; default: `MASK_WORDS_PER_IMAGE` a slot.
+
+    Raises:
+        IncompatibleEngineError: the engine's outputs are not those of this task.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        outputs: Sequence[TensorSpec],
+        device: Device,
+        *,
+        options: Mapping[str, Any],
+        mask_words: int | None = None,
+    ) -> None:
+        named = {output.name: output for output in outputs}
+        predictions, prototypes = named.get("predictions"), named.get("prototypes")
+        if (
+            predictions is None
+            or predictions.dtype != "float32"
+            or (spec.task == "segment") != (prototypes is not None)
+        ):
+            shown = ", ".join(f"{o.name} {o.dtype}" for o in outputs)
+            raise IncompatibleEngineError(
+                f"{spec.name}: expected the outputs predictions float32"
+                f"{' and prototypes' if spec.task == 'segment' else ''}, got {shown}; build the engine again"
+            )
+        batch, rows, anchors = predictions.shape
+        max_det = options["max_det"]
+        self._device = device
+        self._detections = DetectionKernels(
+            batch=batch,
+            anchors=anchors,
+            coefficients=rows - 4 - options["num_classes"],
+            device=device.where,
+            **options,
+        )
+        self._found = device.pinned(found_shape(batch, max_det), "int32")
+        self._masks = None
+        if prototypes is not None:
+            self._masks = _Masks(spec, predictions, prototypes, device, options, mask_words)
+
+    def enqueue(self, outputs: Mapping[str, torch.Tensor], placement: torch.Tensor) -> None:
+        """Puts the kernels and the copies of their results on the stream: what a graph may hold.
+
+        Args:
+            outputs: the engine's, by name; they are read again by `read` where masks take another round.
+            placement: (B, 8) float32 on the device, see `kernels.layout`.
+        """
+        self._detections.enqueue(outputs["predictions"], placement)
+        self._device.copy(self._detections.found, self._found)
+        if self._masks is not None:
+            self._masks.enqueue(outputs, self._detections.found, placement)
+
+    def read(self, letterboxes: Sequence[Letterbox | None]) -> dict[int, Detections]:
+        """The answers, once the device was synchronised: by slot, arrays of their own.
+
+        Args:
+            letterboxes: each slot's, as `placement` had them; a slot of `None` has no answer.
+        """
+        rows = self._found.numpy()
+        words = None if self._masks is None else self._masks.words()
+        answers = {}
+        for slot, letterbox in enumerate(letterboxes):
+            if letterbox is None:
+                continue
+            found = read_found(rows[slot])
+            mask = None
+            if self._masks is not None and words is not None:
+                mask = self._masks.of_slot(slot, words, found.xyxy, letterbox)
+            detections = Detections(
+                xyxy=found.xyxy,
+                confidence=found.confidence,
+                class_id=found.class_id,
+                image_hw=letterbox.image_hw,
+                mask=mask,
+            )
+            if mask is not None and len(visible := np.flatnonzero(mask.area())) < len(detections):
+                detections = detections[visible]  # as `postprocess` does: no mask, no object
+            answers[slot] = detections
+        return answers
+
+
+class _Masks:
+    """The masks' half: kernels, pinned memory for their words, and the rounds that large ones take."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        predictions: TensorSpec,
+        prototypes: TensorSpec,
+        device: Device,
+        options: Mapping[str, Any],
+        words: int | None,
+    ) -> None:
+        from visionfast.postprocess.kernels.masks import MaskKernels
+
+        batch, channels, plane_h, plane_w = prototypes.shape
+        self._capacity = words or batch * MASK_WORDS_PER_IMAGE
+        self._device = device
+        self._kernels = MaskKernels(
+            batch=batch,
+            num_classes=options["num_classes"],
+            anchors=predictions.shape[2],
+            prototypes_shape=(channels, plane_h, plane_w),
+            size_hw=spec.preprocess.size_hw,
+            max_det=options["max_det"],
+            capacity_words=self._capacity,
+            device=device.where,
+        )
+        self._offsets = device.pinned((batch, options["max_det"] + 1), "int64")
+        self._words = device.pinned((self._capacity,), "int32")
+        self._read: tuple[torch.Tensor, ...] = ()
+
+    def enqueue(self, outputs: Mapping[str, torch.Tensor], found: torch.Tensor, placement: torch.Tensor) -> None:
+        self._read = (outputs["predictions"], outputs["prototypes"], found, placement)
+        self._kernels.enqueue(*self._read)
+        self._device.copy(self._kernels.offsets, self._offsets)
+        self._device.copy(self._kernels.words, self._words)
+
+    def words(self) -> npt.NDArray[np.int32]:
+        """All of the batch's words: one round came with the answer, each further one is waited for."""
+        total = int(self._offsets[-1, -1])
+        if total <= self._capacity:
+            words: npt.NDArray[np.int32] = self._words.numpy()[:total]
+            return words
+        words = np.empty(total, np.int32)
+        for first in range(0, total, self._capacity):
+            if first:
+                self._kernels.enqueue(*self._read, first_word=first)
+                self._device.copy(self._kernels.words, self._words)
+                self._device.synchronize()
+            window = words[first : first + self._capacity]
+            window[:] = self._words.numpy()[: len(window)]
+        return words
+
+    def of_slot(
+        self, slot: int, words: npt.NDArray[np.int32], xyxy: npt.NDArray[np.float32], letterbox: Letterbox
+    ) -> InstanceMasks:
+        from visionfast.postprocess.packed import unpack
+
+        return unpack(words, self._offsets.numpy()[slot], xyxy, letterbox.image_hw)

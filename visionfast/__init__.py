@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from visionfast.pipeline import Detector, Segmenter
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
     from visionfast.preprocess.decode import DecodeLimits
+    from visionfast.preprocess.nv12 import Nv12Frame
     from visionfast.types import Certificate, Detections, EngineManifest, ModelSpec
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "EngineManifest",
     "ImageError",
     "ModelSpec",
+    "Nv12Frame",
     "Segmenter",
     "VisionfastError",
     "__version__",
@@ -44,6 +46,7 @@ _HOMES = {
     "EngineManifest": "types",
     "ImageError": "errors",
     "ModelSpec": "types",
+    "Nv12Frame": "preprocess.nv12",
     "Segmenter": "pipeline",
     "VisionfastError": "errors",
     "open": "pipeline",

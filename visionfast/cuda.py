@@ -53,6 +53,10 @@ class Device(Protocol):
         """Inside, what torch and Triton launch goes onto the stream."""
         ...
 
+    def follow(self) -> None:
+        """Makes the stream wait, on the device, for what the caller's current torch stream holds by now."""
+        ...
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Puts a copy on the stream and returns at once; both must stay as they are until `synchronize`."""
         ...
@@ -115,6 +119,9 @@ class CudaDevice:
     def current(self) -> Iterator[None]:
         with self._torch.cuda.stream(self._stream):
             yield
+
+    def follow(self) -> None:
+        self._stream.wait_stream(self._torch.cuda.current_stream(self._where))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

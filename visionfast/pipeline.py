@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-import numpy as np
 import numpy.typing as npt
 
 from visionfast import artifacts
@@ -18,7 +17,8 @@ from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ImageError, OptionError
 from visionfast.postprocess.detections import check_options
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.sessions import ImageSource, Session
+from visionfast.sessions import ImageSource
+from visionfast.sessions.opening import open_session
 from visionfast.types import Detections, EngineManifest, ModelSpec, Runner
 
 __all__ = ["Detector", "ImageSource", "Segmenter", "open_engine"]
@@ -40,6 +40,10 @@ class Detector:
         limits: what an image may claim.
         graph: on a GPU, replay one CUDA graph (`True`) or launch each part (`False`); `None`: where it can be. The
             answers are the same.
+        decoder: on a GPU, who decodes encoded images: `dali` on the GPU (and the CPU what DALI does not do as well),
+            or `cpu`; `None`: DALI where it is installed.
+        check_scans: with DALI, let the CPU look for damage inside a JPEG, which DALI does not mention, while the GPU
+            works. Half a decode on the CPU; without it, a damaged JPEG that has its end is answered as it looks.
 
     Raises:
         OptionError: an option is out of its range, or a class is unknown.
@@ -60,6 +64,8 @@ class Detector:
         class_agnostic: bool = False,
         limits: DecodeLimits | None = None,
         graph: bool | None = None,
+        decoder: Literal["dali", "cpu"] | None = None,
+        check_scans: bool = True,
     ) -> None:
         if spec.task != self.task:
             other = Segmenter if spec.task == "segment" else Detector
@@ -75,7 +81,15 @@ class Detector:
         }
         check_options(**self._options)
         self._options["class_agnostic"] = class_agnostic
-        self._session = _session(spec, engine, self._options, limits or DecodeLimits(), graph)
+        self._session = open_session(
+            spec,
+            engine,
+            self._options,
+            limits or DecodeLimits(),
+            graph=graph,
+            decoder=decoder,
+            check_scans=check_scans,
+        )
         self._closed = False
 
     @classmethod
@@ -146,8 +160,9 @@ class Detector:
         """Answers every image, in order.
 
         Args:
-            images: paths, encoded bytes, or (H, W, 3) u8 RGB arrays (also (H, W), (H, W, 1), RGBA); one of them
-                by itself counts as a list of one.
+            images: paths, encoded bytes, (H, W, 3) u8 RGB arrays (also (H, W), (H, W, 1), RGBA), or frames of video
+                (`Nv12Frame`); for an engine on a GPU also (H, W, 3) u8 RGB tensors on that GPU, which the caller leaves
+                alone until the call returns. One of them by itself counts as a list of one.
             on_error: `raise` the first image's error, or `return` it in that image's place: one bad image never
                 harms the others.
 
@@ -158,7 +173,7 @@ class Detector:
             raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
         if self._closed:
             raise OptionError(f"{self.spec.name}: this {type(self).__name__} is closed; open the engine again")
-        if isinstance(images, (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray)):
+        if not isinstance(images, Sequence) or isinstance(images, (str, bytes, bytearray, memoryview)):
             images = [images]
         answers: list[Detections | ImageError] = []
         for first in range(0, len(images), batch := self._session.batch):
@@ -213,24 +228,6 @@ def _load(folder: Path, manifest: EngineManifest, threads: int | None, device: s
     from visionfast.cuda import CudaDevice, choose_gpu
 
     return backend.load_on(CudaDevice(choose_gpu(manifest.device, device)), folder, manifest, graph)
-
-
-def _session(
-    spec: ModelSpec,
-    engine: Runner | DeviceEngine,
-    options: dict[str, Any],
-    limits: DecodeLimits,
-    graph: bool | None,
-) -> Session:
-    if isinstance(engine, DeviceEngine):
-        from visionfast.sessions.cuda import CudaSession
-
-        return CudaSession(spec, engine, options=options, limits=limits, graph=graph)
-    if graph:
-        raise OptionError("graph: expected an engine on a GPU; on the host there is no CUDA graph")
-    from visionfast.sessions.host import HostSession
-
-    return HostSession(spec, engine, options=options, limits=limits)
 
 
 def _runs_here(manifest: EngineManifest) -> bool:

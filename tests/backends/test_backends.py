@@ -77,11 +77,12 @@ def test_torch_engine(
         assert predictions.shape == graph.outputs[0].shape
         with pytest.raises(ShapeError):
             runner.infer({"images": images[0]})
-    with pytest.raises(IncompatibleEngineError, match="device sm89: expected an engine for the cpu"):
+    with pytest.raises(IncompatibleEngineError, match="device sm89: expected cpu or cuda"):
         backend.load(folder, dataclasses.replace(manifest, device="sm89"), graph)
     (engine_home / "model.pt2").write_bytes((folder / "model.pt2").read_bytes()[:1000])
     with pytest.raises(BackendError, match="torch cannot load it") as caught:
         backend.load(engine_home, manifest, graph)
     assert "\n" not in str(caught.value)
-    with pytest.raises(OptionError, match="backend torch builds for the CPU; leave --gpu out"):
-        backend.resolve_device("sm89")
+    assert (backend.resolve_device("sm89"), backend.resolve_device("cuda")) == ("cuda", "cuda")
+    with pytest.raises(OptionError, match="--gpu ada: expected cuda"):
+        backend.resolve_device("ada")

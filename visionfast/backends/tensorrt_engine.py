@@ -96,7 +96,8 @@ class TensorRtEngine:
         self._runtime = None
 
     def _reason(self) -> str:
-        return " ".join("; ".join(self._logger.errors).split()) or "it gave no reason"
+        first = " ".join(self._logger.errors[0].split()) if self._logger.errors else ""
+        return first[:_LONGEST_REASON] or "it gave no reason"
 
     def _check_tensors(self, trt: Any) -> None:
         engine = self._engine
@@ -144,4 +145,5 @@ class TensorRtEngine:
                 atomic_write(self._cache_file, content)
 
 
+_LONGEST_REASON = 240  # characters: TensorRT's own words go on into its source files
 _DTYPES = {"FLOAT": "float32", "HALF": "float16", "UINT8": "uint8", "INT32": "int32", "INT64": "int64", "BOOL": "bool"}

@@ -11,6 +11,7 @@ the only one that OpenCV has, it is equal to OpenCV to the last bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,11 +19,27 @@ import numpy.typing as npt
 
 from visionfast.errors import OptionError, ShapeError
 
-__all__ = ["FRACTION_BITS", "YuvMatrix", "YuvToRgb", "check_nv12", "nv12_to_rgb", "yuv_to_rgb"]
+__all__ = ["FRACTION_BITS", "Nv12Frame", "YuvMatrix", "YuvToRgb", "check_nv12", "nv12_to_rgb", "yuv_to_rgb"]
 
 YuvMatrix: TypeAlias = Literal["bt601", "bt709"]
 
 FRACTION_BITS = 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nv12Frame:
+    """One frame of decoded video, on the host or on a GPU, for `Detector` to look at.
+
+    Attributes:
+        y: luma (H, W) uint8, both sides even: an array, or for an engine on a GPU a tensor on that GPU.
+        uv: chroma (H/2, W/2, 2) uint8, of the same kind.
+        matrix, full_range: as in `yuv_to_rgb`.
+    """
+
+    y: Any
+    uv: Any
+    matrix: YuvMatrix = "bt601"
+    full_range: bool = False
 
 
 class YuvToRgb(NamedTuple):

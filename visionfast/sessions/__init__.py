@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ImageError
+from visionfast.errors import ImageError, ImageFormatError, OptionError, ShapeError
+from visionfast.preprocess.decode import decode_image
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
 from visionfast.types import Detections
 
-__all__ = ["ImageSource", "Session"]
+if TYPE_CHECKING:
+    import torch
 
-ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | npt.NDArray[np.uint8]"
-"""A path, an encoded image, or a uint8 RGB array."""
+__all__ = ["ImageSource", "Session", "pixels_of", "source_name"]
+
+ImageSource: TypeAlias = (
+    "str | os.PathLike[str] | bytes | bytearray | memoryview | npt.NDArray[np.uint8] | Nv12Frame | torch.Tensor"
+)
+"""A path, an encoded image, a uint8 RGB array, a frame of video; on a GPU also a uint8 RGB tensor that is there."""
 
 
 class Session(Protocol):
@@ -56,3 +64,22 @@ class Session(Protocol):
 def source_name(source: ImageSource, index: int) -> str | None:
     """What errors call an image: its path by itself, else its place in what the caller gave."""
     return None if isinstance(source, (str, os.PathLike)) else f"image {index}"
+
+
+def pixels_of(source: ImageSource, *, limits: DecodeLimits, name: str | None) -> npt.NDArray[np.uint8]:
+    """What is on the host as (H, W, 3) uint8 RGB.
+
+    Raises:
+        ImageError: it is no image, a damaged one, or over the limits.
+    """
+    if not isinstance(source, Nv12Frame):
+        return decode_image(source, limits=limits, name=name)  # type: ignore[arg-type]  # it says what it takes
+    if not (isinstance(source.y, np.ndarray) and isinstance(source.uv, np.ndarray)):
+        raise ImageFormatError(
+            name or "frame", f"expected planes of the kind numpy.ndarray on the host, got {type(source.y).__name__}"
+        )
+    try:
+        limits.check_pixels((*source.y.shape, 0, 0)[:2], name or "frame")
+        return nv12_to_rgb(source.y, source.uv, matrix=source.matrix, full_range=source.full_range)
+    except (ShapeError, OptionError) as error:
+        raise ImageFormatError(name or "frame", str(error)) from error

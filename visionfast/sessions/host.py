@@ -13,8 +13,8 @@ import numpy.typing as npt
 from visionfast.errors import ImageError
 from visionfast.postprocess.detections import postprocess
 from visionfast.preprocess.cpu import CpuPreprocessor
-from visionfast.preprocess.decode import DecodeLimits, decode_image
-from visionfast.sessions import ImageSource, source_name
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.sessions import ImageSource, pixels_of, source_name
 from visionfast.types import Detections, Letterbox, ModelSpec, Runner
 
 __all__ = ["HostSession"]
@@ -71,7 +71,7 @@ class HostSession:
 
     def _place(self, source: ImageSource, slot: int, index: int) -> tuple[Letterbox, dict[str, int]]:
         started = perf_counter_ns()
-        pixels = decode_image(source, limits=self._limits, name=source_name(source, index))
+        pixels = pixels_of(source, limits=self._limits, name=source_name(source, index))
         decoded = perf_counter_ns()
         letterbox = self._preprocessor.write(pixels, self._canvas[slot])
         return letterbox, {"decode": decoded - started, "preprocess": perf_counter_ns() - decoded}

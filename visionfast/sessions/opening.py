@@ -1,0 +1,84 @@
+"""The session that an engine needs: the host's, or the GPU's with the decoder that is there."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from visionfast import machine
+from visionfast.backends import DeviceEngine
+from visionfast.errors import OptionError
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.sessions import Session
+from visionfast.types import ModelSpec, Runner
+
+if TYPE_CHECKING:
+    from visionfast.preprocess.dali import DaliPreprocessor
+
+__all__ = ["open_session"]
+
+
+def open_session(
+    spec: ModelSpec,
+    engine: Runner | DeviceEngine,
+    options: Mapping[str, Any],
+    limits: DecodeLimits,
+    *,
+    graph: bool | None = None,
+    decoder: Literal["dali", "cpu"] | None = None,
+    check_scans: bool = True,
+) -> Session:
+    """Arguments as for `pipeline.Detector`.
+
+    Raises:
+        OptionError: an option that does not exist, or is for engines on a GPU.
+        BackendError: the runtime failed; the engine is closed then.
+    """
+    if decoder not in (None, "dali", "cpu"):
+        raise OptionError(f"decoder: expected 'dali' or 'cpu', got {decoder!r}")
+    if not isinstance(engine, DeviceEngine):
+        if graph or decoder == "dali":
+            asked = "graph" if graph else "decoder dali"
+            raise OptionError(f"{asked}: expected an engine on a GPU, this one is on the host")
+        from visionfast.sessions.host import HostSession
+
+        return HostSession(spec, engine, options=options, limits=limits)
+
+    from visionfast.sessions.cuda import CudaSession
+
+    dali = None
+    if decoder == "dali" or (decoder is None and _has_dali(engine)):
+        dali = _dali(spec, engine, limits, check_scans)
+    return CudaSession(spec, engine, options=options, limits=limits, dali=dali, graph=graph)
+
+
+def _has_dali(engine: DeviceEngine) -> bool:
+    try:
+        found = importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # not even its namespace
+        found = False
+    return found and engine.device.where.type == "cuda"
+
+
+def _dali(spec: ModelSpec, engine: DeviceEngine, limits: DecodeLimits, check_scans: bool) -> DaliPreprocessor:
+    """On the engine's own stream, in its input's dtype."""
+    from visionfast.preprocess.dali import DaliPreprocessor
+
+    device, image = engine.device, engine.inputs[0]
+    on_gpu = device.where.type == "cuda"
+    try:
+        return DaliPreprocessor(
+            spec.preprocess,
+            batch=image.shape[0],
+            device="mixed" if on_gpu else "cpu",
+            dtype=image.dtype,  # type: ignore[arg-type]
+            threads=machine.usable_cpus(),
+            device_id=device.where.index if on_gpu else None,
+            limits=limits,
+            stream=device.stream if on_gpu else None,
+            check_scans=check_scans,
+        )
+    except BaseException:
+        engine.close()
+        raise

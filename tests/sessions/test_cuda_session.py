@@ -313,6 +313,18 @@ def test_large_masks_take_further_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
         assert_same(detector(image)[0], expected)  # the graph's own round is the first again
 
 
+def test_a_picture_too_long_for_the_mask_kernels_is_answered_by_the_definition() -> None:
+    model = spec(2, "segment")
+    options = {"conf": 0.8, "max_det": 3}
+    with on_device(model, graph=False, **options)[0] as detector, on_host(model, **options) as host:
+        detector._session._postprocess._masks._kernels.longest_side = 150
+        for got, expected in zip(
+            detector(pictures((64, 96), (20, 200))), host(pictures((64, 96), (20, 200))), strict=True
+        ):
+            assert_same(got, expected)
+        assert got.mask.counts == expected.mask.counts
+
+
 # ---- when it fails ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import numpy.typing as npt
 
 from visionfast.cuda import Device
 from visionfast.errors import IncompatibleEngineError
+from visionfast.postprocess.detections import postprocess
 from visionfast.postprocess.kernels.detections import DetectionKernels
 from visionfast.postprocess.kernels.layout import found_shape, read_found
+from visionfast.postprocess.packed import pixel_counts, unpack
 from visionfast.types import Detections, Letterbox, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from visionfast.postprocess.masks import InstanceMasks
 
 __all__ = ["DevicePostprocess"]
 
@@ -63,6 +64,8 @@ class DevicePostprocess:
         batch, rows, anchors = predictions.shape
         max_det = options["max_det"]
         self._device = device
+        self._options = options
+        self._outputs: Mapping[str, torch.Tensor] = {}
         self._detections = DetectionKernels(
             batch=batch,
             anchors=anchors,
@@ -82,6 +85,7 @@ class DevicePostprocess:
             outputs: the engine's, by name; they are read again by `read` where masks take another round.
             placement: (B, 8) float32 on the device, see `kernels.layout`.
         """
+        self._outputs = outputs
         self._detections.enqueue(outputs["predictions"], placement)
         self._device.copy(self._detections.found, self._found)
         if self._masks is not None:
@@ -99,21 +103,22 @@ class DevicePostprocess:
         for slot, letterbox in enumerate(letterboxes):
             if letterbox is None:
                 continue
+            if self._masks is not None and max(letterbox.image_hw) > self._masks.longest_side:
+                answers[slot] = self._on_host(slot, letterbox)
+                continue
             found = read_found(rows[slot])
-            mask = None
-            if self._masks is not None and words is not None:
-                mask = self._masks.of_slot(slot, words, found.xyxy, letterbox)
             detections = Detections(
-                xyxy=found.xyxy,
-                confidence=found.confidence,
-                class_id=found.class_id,
-                image_hw=letterbox.image_hw,
-                mask=mask,
+                xyxy=found.xyxy, confidence=found.confidence, class_id=found.class_id, image_hw=letterbox.image_hw
             )
-            if mask is not None and len(visible := np.flatnonzero(mask.area())) < len(detections):
-                detections = detections[visible]  # as `postprocess` does: no mask, no object
+            if self._masks is not None and words is not None:
+                detections = self._masks.of_slot(slot, words, detections)
             answers[slot] = detections
         return answers
+
+    def _on_host(self, slot: int, letterbox: Letterbox) -> Detections:
+        """The definition, for a picture too long for the kernels' 32-bit positions."""
+        tensors = {name: tensor[slot].cpu().numpy() for name, tensor in self._outputs.items()}
+        return postprocess(tensors["predictions"], letterbox, prototypes=tensors.get("prototypes"), **self._options)
 
 
 class _Masks:
@@ -169,9 +174,15 @@ class _Masks:
             window[:] = self._words.numpy()[: len(window)]
         return words
 
-    def of_slot(
-        self, slot: int, words: npt.NDArray[np.int32], xyxy: npt.NDArray[np.float32], letterbox: Letterbox
-    ) -> InstanceMasks:
-        from visionfast.postprocess.packed import unpack
+    @property
+    def longest_side(self) -> int:
+        """Of an original image, pixels."""
+        return self._kernels.longest_side
 
-        return unpack(words, self._offsets.numpy()[slot], xyxy, letterbox.image_hw)
+    def of_slot(self, slot: int, words: npt.NDArray[np.int32], detections: Detections) -> Detections:
+        """The slot's objects with their masks; as `postprocess` does: no pixel in its mask, no object."""
+        offsets = self._offsets.numpy()[slot][: len(detections) + 1]
+        masks = unpack(words, offsets, detections.xyxy, detections.image_hw)
+        visible = np.flatnonzero(pixel_counts(words, offsets))
+        with_masks = replace(detections, mask=masks)
+        return with_masks if len(visible) == len(detections) else with_masks[visible]

@@ -109,7 +109,7 @@ def unpack(
     edge = _edges(words[begin:end].view(np.uint32), word)
     bounds = np.searchsorted(edge[0::2], (offsets[: len(xyxy) + 1] - begin) * 32)  # each object's first run
 
-    pixel = np.full(end - begin, 32)  # column-major in the whole image, each word's first, as steps that are summed up
+    pixel = np.full(end - begin, 32, np.int64)  # each word's first, column-major in the image, as steps to sum up
     pixel[word[0]] = position[0]
     pixel[word[1:]] = position[1:] - position[:-1] - 32 * (high[:-1] - 1)
     np.cumsum(pixel, out=pixel)
@@ -134,7 +134,7 @@ def _edges(bits: npt.NDArray[np.uint32], column_starts: npt.NDArray[np.int64]) -
 
 
 def _merge(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Two ascending arrays as one; of equal numbers those of `b` come first."""
+    """Two ascending arrays as one."""
     merged = np.empty(len(a) + len(b), np.int64)
     from_b = np.searchsorted(a, b) + np.arange(len(b))
     from_a = np.ones(len(merged), np.bool_)

@@ -49,7 +49,11 @@ class Setting:
     max_candidates: int = MAX_CANDIDATES
 
     def kernels(self, batch: int, anchors: int, coefficients: int = 0) -> DetectionKernels:
-        return DetectionKernels(batch=batch, anchors=anchors, coefficients=coefficients, device=DEVICE, **vars(self))
+        made = DetectionKernels(batch=batch, anchors=anchors, coefficients=coefficients, device=DEVICE, **vars(self))
+        for name, buffer in vars(made).items():
+            if isinstance(buffer, torch.Tensor) and name not in ("_counts", "_wanted"):
+                buffer.fill_(-1)  # what no kernel has written, none may read
+        return made
 
 
 def _definition(predictions: Predictions, letterbox: Letterbox | None, setting: Setting) -> tuple[layout.Found, int]:

@@ -273,6 +273,15 @@ def test_numbers_that_are_not_finite_stay_with_their_object(value: float) -> Non
     assert np.isfinite(value) or masks.area()[1] == 0
 
 
+def test_a_logit_of_0_is_outside() -> None:
+    boxes = np.array([[0, 0, 12, 20]], np.float32)
+    batch = _batch(13, [(20, 12)], size_hw=(32, 32), counts=[1], xyxy=[boxes])
+    batch.predictions[:, 4 + CLASSES :] = 0
+    offsets, words = _run(batch)
+    assert offsets[0, -1] == 12
+    assert not words.any()
+
+
 @pytest.mark.parametrize("box", [(np.nan, 0, 9, 9), (0, 0, 9, np.nan), (-np.inf, 0, np.inf, 9), (5, 5, 5, 9)])
 def test_boxes_that_are_none(box: tuple[float, ...]) -> None:
     boxes = np.array([box, (1, 2, 7, 8)], np.float32)

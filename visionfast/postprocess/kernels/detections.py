@@ -44,7 +44,7 @@ class _Tiles:
         programs: of a kernel that shares its work out, over all slots.
         scores: of `select`'s tile; at least 32 anchors of it lie side by side in memory.
         mine, others: candidates of `rank`'s tile, and those they are compared with.
-        rows: candidates of `overlap`'s tile, which are compared with a block.
+        rows: candidates of `overlap`'s tile, within one block, which are compared with a block.
         words: of kept candidates' bits, which `suppress` looks up at once.
         judges: kept candidates that it compares with a block at once.
     """
@@ -116,7 +116,7 @@ class _Sizes:
                 "MINE": tiles.mine,
                 "OTHERS": tiles.others,
             },
-            "overlap": {**pairs, "TILE": tiles.rows},
+            "overlap": {**pairs, "TILE": min(tiles.rows, _BLOCK)},
             "suppress": {
                 **pairs,
                 "CLASS_BITS": self.class_bits,
@@ -129,7 +129,7 @@ class _Sizes:
     def grids(self, batch: int) -> dict[str, tuple[int, ...]]:
         """Of each kernel."""
         tiles, programs = self.tiles, max(1, self.tiles.programs // batch)
-        comparisons = triton.cdiv(self.capacity, tiles.rows) * triton.cdiv(self.capacity, _BLOCK)
+        comparisons = triton.cdiv(self.capacity, min(tiles.rows, _BLOCK)) * triton.cdiv(self.capacity, _BLOCK)
         return {
             "select": (triton.cdiv(self.anchors, self.constexprs()["select"]["BLOCK"]), batch),
             "rank": (min(programs, triton.cdiv(self.anchors, tiles.mine)), batch),

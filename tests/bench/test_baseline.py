@@ -61,3 +61,27 @@ def test_another_task_is_refused(shared_data: Path) -> None:
         pytest.skip(f"{weights.name} is not in the test data")
     with pytest.raises(UnsupportedModelError, match="got one for segment"):
         NaivePyTorch(weights)
+
+
+def test_several_images_go_through_together(photographs: list[Path]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torchvision")
+    generator = torch.Generator().manual_seed(0)
+    predictions = torch.rand(2, 7, 200, generator=generator)  # of two images: boxes, 3 classes
+    predictions[:, :4] = predictions[:, :4] * 200 + 20
+    seen: list[tuple[int, ...]] = []
+
+    class Fixed(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(tuple(images.shape))
+            return predictions[: len(images)]
+
+    naive = NaivePyTorch.of_module(Fixed(), size_hw=(320, 320), conf=0.6, max_det=20)
+    encoded = [path.read_bytes() for path in photographs]
+    first, second = naive.many(encoded)
+    assert seen == [(2, 3, 320, 320)]
+    assert len(first) == len(second) == 20
+    alone = naive(encoded[0])
+    assert (alone.xyxy == first.xyxy).all()
+    assert first.image_hw != second.image_hw
+    assert not (first.confidence == second.confidence).all()

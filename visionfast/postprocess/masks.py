@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pycocotools.mask as coco_mask
 
 from visionfast.errors import ShapeError
 
@@ -42,7 +41,7 @@ class InstanceMasks:
         """
         if masks.ndim != 3 or 0 in masks.shape[1:]:
             raise ShapeError(f"masks: expected (N, H, W) with H, W >= 1, got {masks.shape}")
-        counts = tuple(coco_mask.encode(np.asfortranarray(m != 0, np.uint8))["counts"] for m in masks)
+        counts = tuple(_coco_mask().encode(np.asfortranarray(m != 0, np.uint8))["counts"] for m in masks)
         return cls(counts, (masks.shape[1], masks.shape[2]))
 
     def __len__(self) -> int:
@@ -71,7 +70,7 @@ class InstanceMasks:
 
     def xywh(self) -> npt.NDArray[np.int64]:
         """(N, 4) int64: left, top, width, height of each mask's own extent, pixels; 0 for an empty one."""
-        return np.asarray(coco_mask.toBbox(self._coco()), np.int64).reshape(len(self), 4)
+        return np.asarray(_coco_mask().toBbox(self._coco()), np.int64).reshape(len(self), 4)
 
     def polygons(self) -> list[list[npt.NDArray[np.int32]]]:
         """For each mask its outer contours, each (K, 2) int32 x, y at pixel centres, K ≥ 3.
@@ -96,6 +95,13 @@ class InstanceMasks:
         return [{"size": list(self.image_hw), "counts": counts} for counts in self.counts]
 
 
+def _coco_mask() -> Any:
+    """pycocotools, once masks are there: who finds boxes alone does without it."""
+    import pycocotools.mask
+
+    return pycocotools.mask
+
+
 def _as_index(index: Any) -> npt.NDArray[Any]:
     array = np.asarray(index)
     return array.astype(np.int64) if array.size == 0 else np.atleast_1d(array)
@@ -114,7 +120,7 @@ def mask_iou(a: InstanceMasks, b: InstanceMasks) -> npt.NDArray[np.float64]:
         raise ShapeError(f"mask_iou: expected masks of one image size, got {a.image_hw} and {b.image_hw}")
     if not len(a) or not len(b):
         return np.zeros((len(a), len(b)))
-    return np.asarray(coco_mask.iou(a._coco(), b._coco(), [0] * len(b)), np.float64)
+    return np.asarray(_coco_mask().iou(a._coco(), b._coco(), [0] * len(b)), np.float64)
 
 
 def counts_from_runs(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], image_hw: tuple[int, int]) -> bytes:
@@ -137,7 +143,7 @@ def counts_from_runs(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64], i
     lengths = np.diff(edges)  # of zeros, ones, zeros, …
     if lengths[-1] == 0:
         lengths = lengths[:-1]  # the mask ends inside: there is no last run of zeros
-    rle = coco_mask.frPyObjects({"size": list(image_hw), "counts": lengths}, *image_hw)
+    rle = _coco_mask().frPyObjects({"size": list(image_hw), "counts": lengths}, *image_hw)
     counts: bytes = rle["counts"]
     return counts
 

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from visionfast.agreement import compare_detections
 from visionfast.backends.fake import FakeRunner
 from visionfast.backends.torch import TorchRunner
-from visionfast.certify import certify, compare_detections, default_images, images_in
+from visionfast.certify import certify, default_images, images_in
 from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import CertificateError
 from visionfast.families import LoadedModel, identify

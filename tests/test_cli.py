@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import torch
 
 
 def visionfast(home: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +34,6 @@ def _fails_in_one_line(done: subprocess.CompletedProcess[str], *words: str, code
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one seeded yolov8n checkpoint (2 classes) and its OpenVINO engine at 128 pixels."""
-    import torch
     from ultralytics.nn.tasks import DetectionModel
 
     folder = tmp_path_factory.mktemp("home")
@@ -117,6 +119,10 @@ def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> 
         (("predict", "tiny", "x.jpg", "--classes", "9"), ("9",)),
         (("predict", "tiny", "x.jpg", "--threads", "0"), ("threads",)),
         (("show", "nothing"), ("nothing",)),
+        (("build", "--model", "tiny", "--gpu", "sm89", "--gpu", "sm90"), ("sm90", "sm89")),
+        (("certify", "nothing"), ("nothing", "engine")),
+        (("certify", "tiny", "--model", "nothing"), ("nothing", "models")),
+        (("certify", "tiny", "--images", "."), ("images",)),
         (("fetch", "yolov9000"), ("yolov9000", "yolov8s-people")),
     ],
 )
@@ -133,12 +139,43 @@ def test_a_weights_file_that_is_not_one(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest(home: Path, tmp_path: Path) -> None:
-    import shutil
-
     engine = shutil.copytree(home / "engines/tiny/openvino-fp32-cpu-128x128-b1", tmp_path / "engine")
     manifest = engine / "engine.json"
     manifest.write_text(manifest.read_text()[:200])
     _fails_in_one_line(visionfast(home, "predict", engine, "x.jpg"), "engine.json", "damaged")
+
+
+def test_certify_records_what_it_found(home: Path, tmp_path: Path) -> None:
+    engine = shutil.copytree(home / "engines/tiny/openvino-fp32-cpu-128x128-b1", tmp_path / "engine")
+    before = json.loads((engine / "engine.json").read_text())
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    (pictures / "noise.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+
+    done = visionfast(home, "certify", engine, "--images", pictures)  # its weights are found under models/
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("certificate: passed on 1 images")
+    assert done.stdout.splitlines()[-1] == str(engine)
+    after = json.loads((engine / "engine.json").read_text())
+    assert [entry["file"] for entry in after["certificate"]["images"]] == ["noise.png"]
+    assert {key for key in after if after[key] != before[key]} == {"certificate"}
+
+    other = tmp_path / "other.pt"
+    other.write_bytes((home / "models/tiny/tiny.pt").read_bytes() + b"0")
+    wrong = visionfast(home, "certify", engine, "--model", other)
+    _fails_in_one_line(wrong, before["weights_sha256"], hashlib.sha256(other.read_bytes()).hexdigest())
+
+    # Weights that the engine was not built from, and a manifest that says it was.
+    content = torch.load(home / "models/tiny/tiny.pt", weights_only=False)
+    content["model"].model[-1].cv3[0][-1].bias.data.zero_()  # every score is about a half
+    torch.save(content, other)
+    after["weights_sha256"] = hashlib.sha256(other.read_bytes()).hexdigest()
+    (engine / "engine.json").write_text(json.dumps(after))
+    failed = visionfast(home, "certify", engine, "--images", pictures, "--model", other)
+    _fails_in_one_line(failed, "the certificate failed", "engine.json says so")
+    assert failed.stdout.splitlines()[0].startswith("certificate: failed")
+    assert json.loads((engine / "engine.json").read_text())["certificate"]["status"] == "failed"
 
 
 def test_usage_errors_exit_with_two(home: Path) -> None:

@@ -169,6 +169,39 @@ def test_half_precision_of_nested_outputs_and_shared_results() -> None:
     assert original.rest.weight.dtype == torch.float32
 
 
+def test_between_neighbours_that_are_kept_values_stay_fp32() -> None:
+    """A million does not fit into float16: it passes from one layer to the next where both are kept, and only there."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.after = (nn.Conv2d(1, 1, 1, bias=False) for _ in range(3))
+            self.shared = nn.ReLU()
+            for layer, scale in ((self.up, 1e3), (self.down, 1e-3), (self.after, 1.0)):
+                nn.init.constant_(layer.weight, scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.shared(self.down(self.shared(self.up(x))))
+            return self.after(torch.cat([y, x + y], 2))
+
+    given = torch.full((1, 1, 1, 1), 1000.0).half()
+    with torch.no_grad():
+        for keep in ([], ["up"], ["down"], ["after"]):
+            assert half_precision(Scaled(), keep)(given).isinf().any()
+        out = half_precision(Scaled(), ["up", "down"])(given)
+    assert out.flatten().tolist() == pytest.approx([1000, 2000], rel=1e-3)
+    assert out.dtype == torch.float16  # the last layer took its input down again
+
+
+@pytest.mark.parametrize("keep", ["blocks", "blocks.22", "blocks.22.cv3", "blocks.4.m.0.cv2", "blocks.10", ""])
+def test_whatever_is_kept_can_be_exported(segment: LoadedModel, tmp_path: Path, keep: str) -> None:
+    """Also a part that is never called itself, such as the head: what is in it is."""
+    export(segment, tmp_path / "a.onnx", "fp16", keep=("decode", keep))
+    kept = {w.name for w in onnx.load(tmp_path / "a.onnx").graph.initializer if w.data_type == TensorProto.FLOAT}
+    inside = [n for n, t in segment.modules["model"].named_parameters() if n.startswith(f"{keep}.") or not keep]
+    assert bool(inside) == any(name.startswith("network.blocks") for name in kept)
+
+
 def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     layer = nn.Linear(2, 2).eval()
     with torch.no_grad():

@@ -1,42 +1,18 @@
-"""A checkpoint → a compiled engine with its certificate."""
+"""A checkpoint → compiled engines with their certificates."""
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from visionfast import artifacts
-from visionfast._version import __version__
-from visionfast.backends import BACKENDS, Backend, CompileRequest, get_backend
-from visionfast.certify import certify, default_images
-from visionfast.checkpoint import open_checkpoint
-from visionfast.errors import BackendError, BackendUnavailableError, OptionError
-from visionfast.export import export_onnx
-from visionfast.families import LoadedModel, identify
-from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision
+from visionfast.build_plan import MAX_BUILDS, Plan, best_backend
+from visionfast.errors import VisionfastError
+from visionfast.types import EngineManifest, Precision
 
-__all__ = ["best_backend", "build"]
-
-_NEEDED = ("torch", "onnx", "ultralytics")
-
-
-def best_backend() -> Backend:
-    """The fastest runtime that can both build and run here.
-
-    Raises:
-        BackendUnavailableError: none can.
-    """
-    for name in ("tensorrt", "tensorrt-rtx", "openvino", "torch"):
-        backend = get_backend(name)
-        if (state := backend.availability()).can_build and state.can_run:
-            return backend
-    raise BackendUnavailableError(
-        f"none of {', '.join(BACKENDS)} can build and run here; `visionfast doctor` says what to install"
-    )
+__all__ = ["MAX_BUILDS", "Built", "best_backend", "build", "build_all"]
 
 
 def build(
@@ -51,6 +27,8 @@ def build(
     keep_fp32: Sequence[str] = (),
     trust_checkpoint: bool = False,
     name: str | None = None,
+    search: bool = True,
+    max_builds: int = MAX_BUILDS,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Path, EngineManifest]:
     """Compiles a checkpoint, certifies the engine on this machine where it can run, and writes it under engines/.
@@ -66,6 +44,9 @@ def build(
         keep_fp32: modules that stay FP32 in an FP16 graph.
         trust_checkpoint: load a pickle without the allow-list.
         name: of the engine's folder; default: the weights file's name.
+        search: where an FP16 engine's certificate fails, find the modules that drift, keep them in FP32, and say in
+            the certificate which and why (`visionfast.precision`).
+        max_builds: engines that the search may build.
         progress: is told each stage as it begins.
 
     Returns:
@@ -74,101 +55,57 @@ def build(
     Raises:
         CheckpointError, OptionError, BackendError, BuildError, CertificateError, ArtifactError: nothing is written.
     """
-    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-    if missing:
-        raise BackendUnavailableError(f"building needs {', '.join(missing)}; `pip install 'visionfast[build]'`")
-    chosen = get_backend(backend or "tensorrt-rtx") if backend or gpu else best_backend()
-    state = chosen.availability()
-    if not state.can_build:
-        raise BackendUnavailableError(f"{chosen.name}: cannot build here: {state.reason}")
-    device = chosen.resolve_device(gpu)
-    precision = precision or chosen.default_precision
-    if precision not in state.precisions:
-        raise OptionError(f"precision {precision}: {chosen.name} builds {', '.join(state.precisions)} on this machine")
-
-    progress("reading the checkpoint")
-    checkpoint = open_checkpoint(model, trust=trust_checkpoint)
-    loaded = identify(checkpoint).load(checkpoint, name=name or _plain_name(model), size_hw=size_hw, batch=batch)
-    samples = list(images) if images is not None else default_images()
-    target = artifacts.engines_home() / loaded.spec.name / _variant(chosen.name, precision, device, loaded)
-    with artifacts.atomic_folder(target) as folder:
-        manifest = _compile(chosen, loaded, folder, device, precision, tuple(keep_fp32), checkpoint.sha256, progress)
-        manifest = replace(manifest, runtime_version=state.version)
-        artifacts.write_manifest(folder, manifest)
-        progress("certifying")
-        manifest = replace(manifest, certificate=_certificate(chosen, loaded, folder, manifest, samples))
-        artifacts.write_manifest(folder, manifest)
-    return target, manifest
-
-
-def _compile(
-    backend: Backend,
-    model: LoadedModel,
-    folder: Path,
-    device: str,
-    precision: Precision,
-    keep_fp32: tuple[str, ...],
-    weights_sha256: str,
-    progress: Callable[[str], None],
-) -> EngineManifest:
-    """Every graph of the model through ONNX into the backend's own files."""
-    graphs: list[GraphSpec] = []
-    files: dict[str, str] = {}
-    hashes: dict[str, str] = {}
-    onnx_hashes: dict[str, str] = {}
-    graph_precision: Precision = precision if backend.typed_graphs else "fp32"
-    with tempfile.TemporaryDirectory(prefix="visionfast-") as scratch:
-        for graph in model.spec.graphs:
-            progress(f"exporting {graph.name}")
-            onnx_path = Path(scratch) / f"{graph.name}.onnx"
-            module = model.modules[graph.name]
-            islands = (*model.fp32_islands.get(graph.name, ()), *keep_fp32)
-            exported = export_onnx(module, graph, onnx_path, precision=graph_precision, keep_fp32=islands)
-            onnx_hashes[graph.name] = artifacts.sha256_file(onnx_path)
-            progress(f"compiling {graph.name} with {backend.name}")
-            request = CompileRequest(
-                exported, onnx_path, module, model.spec.preprocess, precision, islands, device, folder
-            )
-            compiled = backend.compile(request)
-            graphs.append(compiled.graph)
-            files[graph.name] = compiled.file
-            hashes |= {name: artifacts.sha256_file(folder / name) for name in compiled.files}
-    return EngineManifest(
-        spec=replace(model.spec, graphs=tuple(graphs)),
-        backend=backend.name,
+    plan = Plan.make(
+        model,
+        (gpu,),
+        backend=backend,
+        size_hw=size_hw,
+        batch=batch,
         precision=precision,
-        device=device,
-        runtime_version="",
-        files=files,
-        sha256=hashes,
-        onnx_sha256=onnx_hashes,
-        weights_sha256=weights_sha256,
-        keep_fp32=(*(name for names in model.fp32_islands.values() for name in names), *keep_fp32)
-        if graph_precision == "fp16"
-        else (),
-        certificate=Certificate("not yet run on a device"),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        visionfast_version=__version__,
+        images=images,
+        keep_fp32=keep_fp32,
+        trust_checkpoint=trust_checkpoint,
+        name=name,
+        search=search,
+        max_builds=max_builds,
+        progress=progress,
     )
+    with tempfile.TemporaryDirectory(prefix="visionfast-") as scratch:
+        return plan.build(plan.devices[0], plan.export(Path(scratch)))
 
 
-def _certificate(
-    backend: Backend, model: LoadedModel, folder: Path, manifest: EngineManifest, images: Sequence[Path]
-) -> Certificate:
-    try:
-        backend.check_runnable(manifest)
-    except BackendError:
-        return Certificate("not yet run on a device")
-    with backend.load(folder, manifest, manifest.spec.graphs[0]) as runner:
-        return certify(model, runner, images, precision=manifest.precision)
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What became of one target of `build_all`: `folder` and `manifest`, or the `error`."""
+
+    device: str
+    folder: Path | None = None
+    manifest: EngineManifest | None = None
+    error: VisionfastError | None = None
 
 
-def _plain_name(model: Path) -> str:
-    """A weights file's name as a folder's name; `best.pt` says nothing, so its folder's name stands for it."""
-    stem = model.resolve().parent.name if model.stem in ("best", "last", "model") else model.stem
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).lstrip(".") or "model"
+def build_all(model: Path, *, gpus: Sequence[str], **options: Any) -> tuple[Built, ...]:
+    """As `build`, for several GPU generations: the checkpoint is read once, and exported once.
 
+    Args:
+        model: the weights file.
+        gpus: e.g. `sm75`, `sm86`; each once.
+        options: as for `build`.
 
-def _variant(backend: str, precision: str, device: str, model: LoadedModel) -> str:
-    h, w = model.spec.preprocess.size_hw
-    return f"{backend}-{precision}-{device}-{h}x{w}-b{model.spec.batch}"
+    Returns:
+        One outcome for each, in their order. A target that fails does not take the others with it.
+
+    Raises:
+        CheckpointError, OptionError, BackendError, BuildError: what concerns all of them, a name that the backend does
+            not know among it; nothing is written.
+    """
+    plan = Plan.make(model, gpus, **options)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="visionfast-") as scratch:
+        exported = plan.export(Path(scratch))
+        for device in plan.devices:
+            try:
+                outcomes.append(Built(device, *plan.build(device, exported)))
+            except VisionfastError as error:
+                outcomes.append(Built(device, error=error))
+    return tuple(outcomes)

@@ -8,37 +8,40 @@ images without objects prove something.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from visionfast import machine
+from visionfast import artifacts, machine
+from visionfast.agreement import TOLERANCES, combined, compare_detections, compare_raw, is_within
+from visionfast.backends import get_backend
 from visionfast.backends.torch import TorchRunner
-from visionfast.errors import CertificateError, ImageError
-from visionfast.families import LoadedModel
-from visionfast.pipeline import Detector, Segmenter
-from visionfast.postprocess.masks import mask_iou
-from visionfast.postprocess.nms import box_iou
-from visionfast.types import Certificate, Detections, Precision, Runner
+from visionfast.checkpoint import open_checkpoint
+from visionfast.errors import ArtifactError, CertificateError, CheckpointError, ImageError
+from visionfast.families import LoadedModel, identify
+from visionfast.pipeline import Detector, Segmenter, open_engine
+from visionfast.types import Certificate, EngineManifest, Precision, Runner
 
-__all__ = ["TOLERANCES", "certify", "compare_detections", "default_images", "images_in"]
+__all__ = [
+    "CONF",
+    "IOU",
+    "certify",
+    "certify_engine",
+    "certify_files",
+    "default_images",
+    "images_in",
+    "run_eager",
+]
 
-# Of a measure whose name begins with min, the least that is allowed; of the others, the most.
-TOLERANCES: dict[Precision, dict[str, float]] = {
-    "fp32": {"min_iou": 0.99, "max_confidence_difference": 0.01, "unmatched": 0, "max_score_difference": 0.01,
-             "max_box_difference_px": 1.0, "min_mask_iou": 0.98},
-    "fp16": {"min_iou": 0.97, "max_confidence_difference": 0.02, "unmatched": 0, "max_score_difference": 0.04,
-             "min_mask_iou": 0.95},
-    "bf16": {"min_iou": 0.90, "max_confidence_difference": 0.05, "unmatched": 0, "max_score_difference": 0.15,
-             "min_mask_iou": 0.90},
-}  # fmt: skip
-_CONF = 0.25
+CONF, IOU = 0.25, 0.7
+"""What both sides' objects are found with."""
 
 
 def default_images() -> list[Path]:
@@ -57,48 +60,53 @@ def default_images() -> list[Path]:
     return found
 
 
-def certify(model: LoadedModel, runner: Runner, images: Sequence[Path], *, precision: Precision) -> Certificate:
-    """Compares an engine's runner with the eager module, image by image.
+def certify(
+    model: LoadedModel,
+    runner: Runner,
+    images: Sequence[Path],
+    *,
+    precision: Precision,
+    candidate: Detector | None = None,
+) -> Certificate:
+    """Compares an engine with the eager module, image by image.
 
     Args:
         model: the eager FP32 modules that the engine was made from.
-        runner: of the engine; it is not closed.
+        runner: of the engine, for its raw tensors; it is not closed.
         images: real ones; those that cannot be decoded are named in the certificate and left out.
         precision: picks the tolerances.
+        candidate: the engine as it is served, opened with `conf=CONF, iou=IOU`: what it finds is what is compared.
+            Default: the runner with the host's decoding and post-processing. It is not closed.
 
     Raises:
         CertificateError: no image could be used.
     """
-    graph = model.spec.graphs[0]
-    kind = Segmenter if model.spec.task == "segment" else Detector
     engine = _Recorder(runner)
-    eager = _Recorder(TorchRunner(model.modules[graph.name], graph))
+    kind = _kind(model)
     entries: list[dict[str, Any]] = []
     measured: list[dict[str, float]] = []
-    with kind(model.spec, eager, conf=_CONF) as reference:
-        candidate = kind(model.spec, engine, conf=_CONF)
+    with _eager(model) as (reference, eager), kind(model.spec, engine, conf=CONF, iou=IOU) as on_host:
         for path in images:
             try:
-                (expected,), (got,) = reference([path]), candidate([path])
+                (expected,), (got,) = reference([path]), on_host([path])
+                if candidate is not None:
+                    (got,) = candidate([path])
             except ImageError as error:
                 entries.append({"file": path.name, "error": error.reason})
                 continue
             measures = compare_detections(
-                expected, got, conf=_CONF, slack=TOLERANCES[precision]["max_confidence_difference"]
+                expected, got, conf=CONF, slack=TOLERANCES[precision]["max_confidence_difference"]
             )
-            measures |= _compare_raw(eager.last, engine.last, len(model.spec.class_names))
+            measures |= compare_raw(eager.last, engine.last, len(model.spec.class_names))
             measured.append(measures)
             entries.append({"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **measures})
     if not measured:
         raise CertificateError(f"none of the {len(images)} images can be decoded; give real ones with --images")
-    total = _total(measured)
+    total = combined(measured)
     bounds = {name: bound for name, bound in TOLERANCES[precision].items() if name in total}
-    within = all(
-        total[name] >= bound if name.startswith("min") else total[name] <= bound for name, bound in bounds.items()
-    )
     return Certificate(
-        status="passed" if within else "failed",
-        reference=f"eager FP32 PyTorch, conf {_CONF}, iou 0.7",
+        status="passed" if all(is_within(name, total[name], bound) for name, bound in bounds.items()) else "failed",
+        reference=f"eager FP32 PyTorch, conf {CONF}, iou {IOU}",
         tolerances=bounds,
         measures=total,
         images=tuple(entries),
@@ -107,63 +115,107 @@ def certify(model: LoadedModel, runner: Runner, images: Sequence[Path], *, preci
     )
 
 
-def compare_detections(expected: Detections, got: Detections, *, conf: float, slack: float) -> dict[str, float]:
-    """How far two answers for one image are apart.
+def certify_files(model: LoadedModel, folder: Path, manifest: EngineManifest, images: Sequence[Path]) -> Certificate:
+    """`certify` for an engine's folder, on this machine, through the path that serves it.
+
+    Raises:
+        BackendError: this machine cannot run the engine.
+        CertificateError: no image could be used.
+    """
+    with contextlib.ExitStack() as opened:
+        backend = get_backend(manifest.backend)
+        runner = opened.enter_context(backend.load(folder, manifest, manifest.spec.graphs[0]))
+        candidate = None
+        if manifest.device != "cpu":  # where decoding and suppressing are other code than the host's
+            candidate = opened.enter_context(open_engine(folder, conf=CONF, iou=IOU))
+        return certify(model, runner, images, precision=manifest.precision, candidate=candidate)
+
+
+def certify_engine(
+    folder: Path,
+    *,
+    model: Path | None = None,
+    images: Sequence[Path] | None = None,
+    trust_checkpoint: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> EngineManifest:
+    """Certifies on this device an engine that was built before, and records the outcome, good or bad, in engine.json.
 
     Args:
-        expected, got: the answers.
-        conf: the threshold that both were made with.
-        slack: an unmatched object within this of the threshold is not counted.
+        folder: the engine's.
+        model: the weights that it was built from; default: found under models/ by their sha256.
+        images: real ones; default: two photographs.
+        trust_checkpoint: load a pickle without the allow-list.
+        progress: is told each stage as it begins.
 
-    Returns:
-        objects, unmatched, and where objects matched also min_iou, max_confidence_difference, min_mask_iou.
+    Raises:
+        ManifestError: the engine is damaged: its files are not those that it was built with.
+        ArtifactError: the weights are not under models/, or engine.json cannot be written.
+        CheckpointError: the weights are not those that the engine was built from, or cannot be used.
+        BackendError: this machine cannot run the engine.
+        CertificateError: no image could be used.
     """
-    iou = box_iou(expected.xyxy, got.xyxy)  # (N, M)
-    iou[expected.class_id[:, None] != got.class_id[None, :]] = 0
-    pairs: list[tuple[int, int]] = []
-    free = iou.copy()
-    while free.size and free.max() >= 0.5:
-        i, j = np.unravel_index(int(free.argmax()), free.shape)
-        pairs.append((int(i), int(j)))
-        free[i, :] = free[:, j] = 0
-    left = (
-        np.delete(expected.confidence, [i for i, _ in pairs]),
-        np.delete(got.confidence, [j for _, j in pairs]),
+    progress("checking the engine's files")
+    manifest = artifacts.read_manifest(folder, verify=True)
+    get_backend(manifest.backend).check_runnable(manifest)
+    progress("reading the checkpoint")
+    checkpoint = open_checkpoint(_weights(manifest, model), trust=trust_checkpoint)
+    loaded = identify(checkpoint).load(
+        checkpoint, name=manifest.spec.name, size_hw=manifest.spec.preprocess.size_hw, batch=manifest.spec.batch
     )
-    unmatched = sum(int((confidence > conf + slack).sum()) for confidence in left)
-    measures = {"objects": float(len(expected)), "unmatched": float(unmatched)}
-    if pairs:
-        i, j = np.array(pairs).T
-        measures["min_iou"] = float(iou[i, j].min())
-        measures["max_confidence_difference"] = float(np.abs(expected.confidence[i] - got.confidence[j]).max())
-        if expected.mask is not None and got.mask is not None:
-            measures["min_mask_iou"] = float(mask_iou(expected.mask, got.mask)[i, j].min())
-    return measures
+    progress("certifying")
+    samples = list(images) if images is not None else default_images()
+    certificate = certify_files(loaded, folder, manifest, samples)
+    # Why modules are kept in FP32 was found when it was built, and is as true as before.
+    before = manifest.certificate
+    manifest = replace(manifest, certificate=replace(certificate, kept=before.kept, search=before.search))
+    artifacts.write_manifest(folder, manifest)
+    return manifest
 
 
-def _compare_raw(
-    expected: dict[str, npt.NDArray[Any]], got: dict[str, npt.NDArray[Any]], num_classes: int
-) -> dict[str, float]:
-    """Scores of all anchors; boxes, in input pixels, of the 100 with the highest expected score."""
-    a, b = expected["predictions"][0].astype(np.float32), got["predictions"][0].astype(np.float32)
-    scores = slice(4, 4 + num_classes)
-    best = np.argsort(-a[scores].max(0), kind="stable")[:100]
-    score = np.abs(a[scores] - b[scores]).max()
-    box = np.abs(a[:4, best] - b[:4, best]).max()
-    # A NaN anywhere must fail, and JSON has no word for it nor for infinity: the largest number stands for both.
-    worst = float(np.finfo(np.float32).max)
-    return {
-        "max_score_difference": float(np.nan_to_num(score, nan=worst, posinf=worst)),
-        "max_box_difference_px": float(np.nan_to_num(box, nan=worst, posinf=worst)),
-    }
+def _weights(manifest: EngineManifest, named: Path | None) -> Path:
+    """The file that the engine was built from: the named one, checked, or the one under models/ with its sha256."""
+    expected = manifest.weights_sha256
+    if named is not None:
+        try:
+            got = artifacts.sha256_file(named)
+        except OSError as error:
+            raise CheckpointError(f"{named}: cannot be read ({error.strerror})") from error
+        if got != expected:
+            raise CheckpointError(
+                f"{named}: expected the weights that the engine was built from, sha256 {expected}, got {got}"
+            )
+        return named
+    for path in artifacts.model_files():
+        if artifacts.sha256_file(path) == expected:
+            return path
+    raise ArtifactError(
+        f"{manifest.spec.name}: no file under {artifacts.models_home()} has the sha256 {expected} of the weights that "
+        "the engine was built from; name it with --model"
+    )
 
 
-def _total(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {"images": float(len(measured))}
-    for name in dict.fromkeys(name for measures in measured for name in measures):
-        values = [measures[name] for measures in measured if name in measures]
-        total[name] = min(values) if name.startswith("min") else max(values) if name.startswith("max") else sum(values)
-    return total
+def run_eager(model: LoadedModel, images: Sequence[Path]) -> None:
+    """Runs the eager module on images, for those that watch it.
+
+    Raises:
+        ImageError: one cannot be decoded.
+    """
+    with _eager(model) as (reference, _):
+        reference(list(images))
+
+
+def _kind(model: LoadedModel) -> type[Detector]:
+    return Segmenter if model.spec.task == "segment" else Detector
+
+
+@contextlib.contextmanager
+def _eager(model: LoadedModel) -> Iterator[tuple[Detector, _Recorder]]:
+    """The reference, and what it last computed."""
+    graph = model.spec.graphs[0]
+    recorder = _Recorder(TorchRunner(model.modules[graph.name], graph))
+    with _kind(model)(model.spec, recorder, conf=CONF, iou=IOU) as reference:
+        yield reference, recorder
 
 
 class _Recorder:

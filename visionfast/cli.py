@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -113,44 +113,98 @@ def build_verb(
         str | None,
         typer.Option(help="fp16 or fp32; bf16 on CPUs that compute it. Default: the backend's."),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU generation to build for, ahead of time: sm89.")] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="GPU generation to build for, ahead of time: sm89. Once for each of several."),
+    ] = None,
     images: Annotated[Path | None, typer.Option(help="Folder of real images to certify on.")] = None,
     keep_fp32: Annotated[
         str | None, typer.Option(help="Modules to keep in FP32 in an FP16 graph, with commas between.")
     ] = None,
+    no_search: Annotated[
+        bool,
+        typer.Option("--no-search", help="Where FP16 fails, don't look for the modules that have to stay FP32."),
+    ] = False,
     name: Annotated[str | None, typer.Option(help="The engine's name; default: the weights file's.")] = None,
     trust_checkpoint: Annotated[
         bool,
         typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
     ] = False,
 ) -> None:
-    """Compile a checkpoint into an engine, and certify it against PyTorch."""
+    """Compile a checkpoint into an engine, and certify it against PyTorch. Exit code 1 if any failed."""
     from visionfast import render
     from visionfast.artifacts import find_model
-    from visionfast.build import build
+    from visionfast.build import Built, build, build_all
     from visionfast.certify import images_in
 
     if precision not in (None, "fp32", "fp16", "bf16"):
         raise OptionError(f"--precision {precision}: expected fp32, fp16 or bf16")
     weights = find_model(model)
     with render.stages() as progress:
-        folder, manifest = build(
-            weights,
-            backend=backend,
-            size_hw=_size(imgsz),
-            batch=batch,
-            precision=precision,  # type: ignore[arg-type]
-            gpu=gpu,
+        options: dict[str, Any] = {
+            "backend": backend,
+            "size_hw": _size(imgsz),
+            "batch": batch,
+            "precision": precision,
+            "images": None if images is None else images_in(images),
+            "keep_fp32": keep_fp32.split(",") if keep_fp32 else (),
+            "search": not no_search,
+            "trust_checkpoint": trust_checkpoint,
+            "name": name,
+            "progress": progress,
+        }
+        built: tuple[Built, ...]
+        if gpu is not None and len(gpu) > 1:
+            built = build_all(weights, gpus=gpu, **options)
+        else:
+            folder, manifest = build(weights, gpu=gpu[0] if gpu else None, **options)
+            built = (Built(manifest.device, folder, manifest),)
+    complaints = []
+    for one in built:
+        if one.manifest is None:
+            complaints.append(f"{one.device}: {one.error}")
+            continue
+        render.certificate(one.manifest)
+        print(one.folder)
+        if one.manifest.certificate.status == "failed":
+            complaints.append("the certificate failed: the engine is written, but it does not agree with PyTorch")
+    for complaint in complaints:
+        print(f"visionfast: {complaint}", file=sys.stderr)
+    if complaints:
+        raise typer.Exit(1)
+
+
+@app.command("certify")
+def certify_verb(
+    engine: _EngineArgument,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The weights that it was built from; default: found under models/ by their sha256."),
+    ] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of real images to certify on.")] = None,
+    trust_checkpoint: Annotated[
+        bool,
+        typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
+    ] = False,
+) -> None:
+    """Certify on this device an engine that was built before, and record it. Exit code 1 if it failed."""
+    from visionfast import render
+    from visionfast.artifacts import find_engine, find_model
+    from visionfast.certify import certify_engine, images_in
+
+    folder = find_engine(engine)
+    with render.stages() as progress:
+        manifest = certify_engine(
+            folder,
+            model=None if model is None else find_model(model),
             images=None if images is None else images_in(images),
-            keep_fp32=keep_fp32.split(",") if keep_fp32 else (),
             trust_checkpoint=trust_checkpoint,
-            name=name,
             progress=progress,
         )
     render.certificate(manifest)
     print(folder)
     if manifest.certificate.status == "failed":
-        _fail("the certificate failed: the engine is written, but it does not agree with PyTorch", 1)
+        _fail("the certificate failed, and engine.json says so: the engine does not agree with PyTorch here", 1)
 
 
 @app.command("predict")
@@ -167,6 +221,10 @@ def predict_verb(
         bool, typer.Option("--class-agnostic", help="Boxes of different classes suppress one another too.")
     ] = False,
     threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: what the engine is for.")] = None,
+    no_graph: Annotated[
+        bool, typer.Option("--no-graph", help="On a GPU, launch each part instead of replaying one CUDA graph.")
+    ] = False,
     allow_truncated: Annotated[
         bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
     ] = False,
@@ -180,6 +238,8 @@ def predict_verb(
     detector = open_engine(
         engine,
         threads=threads,
+        device=device,
+        graph=False if no_graph else None,
         conf=conf,
         iou=iou,
         max_det=max_det,

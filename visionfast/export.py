@@ -2,7 +2,7 @@
 
 TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the
 graph: in a half-precision graph the weights are float16, and casts stand before and after the modules that
-    stay FP32.
+stay FP32.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def _typed(spec: Any, precision: Precision) -> Any:
 
 
 def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Module:
-    """A copy of `module` in float16, but for the named submodules, with casts around those.
+    """A copy of `module` in float16, but for the named submodules, with all that is below them.
 
-    What a kept submodule returns is cast down for the rest of the network; where it is itself an output of
-    `module`, it goes out as it was computed, in float32.
+    A value is cast where weights of the other precision meet it, not where it is made: between neighbours that are
+    both kept it stays float32, also on its way through what has no weights (an activation, a concatenation), and what
+    a kept submodule hands out of `module` goes out as it was computed.
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
@@ -92,38 +93,39 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
             self.network = network
 
         def forward(self, *inputs: torch.Tensor) -> Any:
-            full_of.clear()
-            outputs = self.network(*inputs)
-            # A cast whose result nothing reads is left out of the graph by the exporter.
-            return _mapped(outputs, lambda tensor: full_of.get(id(tensor), (tensor, tensor))[0])
+            return self.network(*inputs)
 
-    # id of a tensor that was cast down → what it was cast from, and itself, so that its id is not used again.
-    full_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def takes(wanted: torch.dtype, other: torch.dtype) -> Any:
+        def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _mapped((args, kwargs), lambda t: t.to(wanted) if t.dtype == other else t)
 
-    def cast_up(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        up = _mapped((args, kwargs), lambda t: t.float() if t.dtype == torch.float16 else t)
-        return up[0], up[1]
-
-    def cast_down(_module: nn.Module, _args: Any, outputs: Any) -> Any:
-        def down(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype != torch.float32:
-                return tensor
-            half = tensor.half()
-            full_of[id(half)] = (tensor, half)
-            return half
-
-        return _mapped(outputs, down)
+        return cast
 
     network = copy.deepcopy(module)
-    islands = _islands(network, keep_fp32)
-    kept = {id(inner) for island in islands for inner in island.modules()}
+    _check_paths(network, keep_fp32)
+    kept = {id(inner) for path, inner in _everywhere(network) if _is_within(path, keep_fp32)}
     for path, inner in network.named_modules(prefix="the network"):
         if id(inner) not in kept:
             _halve_own_tensors(inner, path)
-    for island in islands:
-        island.register_forward_pre_hook(cast_up, with_kwargs=True)
-        island.register_forward_hook(cast_down)
+    for path, inner in _everywhere(network):
+        if _is_within(path, keep_fp32):
+            if path in keep_fp32 or _has_weights(inner):
+                inner.register_forward_pre_hook(takes(torch.float32, torch.float16), with_kwargs=True)
+        elif _has_weights(inner) and not any(_is_within(other, (path,)) for other in keep_fp32):
+            inner.register_forward_pre_hook(takes(torch.float16, torch.float32), with_kwargs=True)
     return HalfPrecision(network).eval()
+
+
+def _everywhere(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(network.named_modules(remove_duplicate=False))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(tensor.is_floating_point() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _is_within(path: str, outer: Sequence[str]) -> bool:
+    return any(other in ("", path) or path.startswith(f"{other}.") for other in outer)
 
 
 def _halve_own_tensors(module: nn.Module, path: str) -> None:
@@ -139,25 +141,12 @@ def _halve_own_tensors(module: nn.Module, path: str) -> None:
             tensor.data = half
 
 
-def _islands(network: nn.Module, keep_fp32: Sequence[str]) -> list[nn.Module]:
-    """The outermost kept modules that are called: a list of modules never is, its members are."""
-    from torch import nn
-
-    paths = dict(network.named_modules())
+def _check_paths(network: nn.Module, keep_fp32: Sequence[str]) -> None:
+    paths = [path for path, _ in _everywhere(network)]
     for path in keep_fp32:
         if path not in paths:
             near = sorted(name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0])
             raise OptionError(f"keep_fp32: there is no module {path!r}; expected a path such as {', '.join(near[:8])}")
-    outermost = [p for p in dict.fromkeys(keep_fp32) if not any(p.startswith(f"{other}.") for other in keep_fp32)]
-    called: list[nn.Module] = []
-    waiting = [paths[p] for p in outermost]
-    while waiting:
-        module = waiting.pop(0)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            waiting[:0] = list(module.children())
-        else:
-            called.append(module)
-    return called
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

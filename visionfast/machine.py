@@ -10,7 +10,17 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Gpu", "cpu_flags", "cpu_name", "environment", "gpus", "usable_cpus"]
+__all__ = [
+    "Gpu",
+    "cpu_flags",
+    "cpu_name",
+    "cuda_release",
+    "driver_version",
+    "environment",
+    "gpus",
+    "platform_name",
+    "usable_cpus",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,30 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+@functools.cache
+def driver_version() -> int:
+    """The newest CUDA that the NVIDIA driver serves, as CUDA counts: 13010 is 13.1; 0 where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        # Needs no cuInit: it answers on a machine whose driver is there and whose GPU is not.
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0
+    except OSError:
+        return 0
+    return 0 if failed else version.value
+
+
+def cuda_release(version: int) -> str:
+    """As people write it: 13010 is `13.1`."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def platform_name() -> str:
+    """Operating system and processor architecture, in one spelling for each: `linux-x86_64`, `linux-aarch64`."""
+    architecture = platform.machine().lower()
+    same = {"amd64": "x86_64", "arm64": "aarch64"}
+    return f"{platform.system().lower()}-{same.get(architecture, architecture)}"
+
+
 def environment() -> dict[str, str]:
     """The facts that a measurement or a certificate should carry."""
     here = gpus()
@@ -83,6 +117,7 @@ def environment() -> dict[str, str]:
         "cpu": cpu_name(),
         "cpus": str(usable_cpus()),
         "gpu": ", ".join(gpu.name for gpu in here) or "none",
+        **({"cuda driver": cuda_release(driver_version())} if here else {}),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -57,7 +57,8 @@ def certificate(manifest: EngineManifest) -> None:
     """The certificate as a small table: measured, allowed, verdict."""
     proof = manifest.certificate
     if proof.status not in ("passed", "failed"):
-        _out.print(f"certificate: {proof.status} (this machine cannot run {manifest.backend} for {manifest.device})")
+        where = f"this machine cannot run {manifest.backend} for {manifest.device}"
+        _out.print(f"certificate: {proof.status} ({where}; `visionfast certify` on one that can)")
         return
     colour = "green" if proof.status == "passed" else "red"
     images = len([entry for entry in proof.images if "error" not in entry])
@@ -70,6 +71,10 @@ def certificate(manifest: EngineManifest) -> None:
         allowed = "" if bound is None else f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
         table.add_row(name.replace("_", " "), f"{value:.5g}", allowed)
     _out.print(table)
+    for path, reason in proof.kept.items():
+        _out.print(f"kept in FP32: {escape(path)}: {escape(reason)}")
+    if proof.search:
+        _out.print(f"search for modules to keep in FP32: {escape(proof.search)}")
     for entry in proof.images:
         if "error" in entry:
             _out.print(f"left out: {escape(str(entry['file']))}: {escape(str(entry['error']))}")
@@ -88,7 +93,8 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         "input": f"{spec.batch} × {h}×{w}, "
         + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
         "output": ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].outputs),
-        "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}",
+        "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
+        + (f", on {engine.platform}" if engine.platform else ""),
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
         "files": ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in engine.sha256),
         "built": f"{engine.created} by visionfast {engine.visionfast_version}",
@@ -160,6 +166,8 @@ def doctor() -> None:
         _out.print(f"GPU {gpu.index}    {gpu.name} ({gpu.sm})")
     if not machine.gpus():
         _out.print("GPU      none with an NVIDIA driver")
+    if driver := machine.driver_version():
+        _out.print(f"driver   serves CUDA up to {machine.cuda_release(driver)}")
     _out.print(f"Python   {platform.python_version()}, {platform.system()} {platform.machine()}")
     table = Table("backend", "version", "builds here", "runs here", "precisions", "what is missing", box=None)
     for name in BACKENDS:

@@ -159,6 +159,8 @@ class Certificate:
         images: for each image its file name, sha256 and figures.
         environment: machine and versions.
         created: UTC, ISO 8601.
+        kept: module → why it stays FP32, for those that the build found to drift in FP16.
+        search: how the build looked for them and what came of it, in words; empty where it had no need to.
     """
 
     status: Literal["passed", "failed", "not yet run on a device"]
@@ -168,6 +170,8 @@ class Certificate:
     images: tuple[Mapping[str, Any], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     created: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    search: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +192,7 @@ class EngineManifest:
         certificate: the proof, or the word that there is none yet.
         created: UTC, ISO 8601.
         visionfast_version: that built it.
+        platform: that it was built on, `linux-x86_64`; empty in manifests from before it was recorded.
     """
 
     spec: ModelSpec
@@ -203,6 +208,7 @@ class EngineManifest:
     certificate: Certificate
     created: str
     visionfast_version: str
+    platform: str = ""
 
 
 @runtime_checkable

@@ -1,0 +1,51 @@
+"""What a certificate looks like on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from visionfast import artifacts, machine, render
+from visionfast.types import Certificate
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    from rich.console import Console
+
+    monkeypatch.setattr(render, "_out", Console(highlight=False, soft_wrap=True, width=200))
+    return lambda: capsys.readouterr().out
+
+
+def test_what_is_kept_in_fp32_and_why(copied_engine: Path, shown: Callable[[], str]) -> None:
+    manifest = artifacts.read_manifest(copied_engine)
+    render.certificate(manifest)
+    assert "kept in FP32" not in shown()
+    kept = {"blocks.4": "its values reach 1.5e+05 [of 65504]", "blocks.9": "relative error 0.2 in float16"}
+    proof = dataclasses.replace(manifest.certificate, kept=kept, search="4 of at most 24 builds")
+    render.certificate(dataclasses.replace(manifest, certificate=proof))
+    lines = shown().splitlines()
+    assert "kept in FP32: blocks.4: its values reach 1.5e+05 [of 65504]" in lines
+    assert "kept in FP32: blocks.9: relative error 0.2 in float16" in lines
+    assert "search for modules to keep in FP32: 4 of at most 24 builds" in lines
+
+
+def test_an_engine_that_has_not_run(copied_engine: Path, shown: Callable[[], str]) -> None:
+    manifest = artifacts.read_manifest(copied_engine)
+    manifest = dataclasses.replace(manifest, device="sm89", certificate=Certificate("not yet run on a device"))
+    render.certificate(manifest)
+    assert "`visionfast certify` on one that can" in shown()
+    render.manifest(copied_engine, manifest)
+    assert f"for sm89, on {machine.platform_name()}" in shown()
+    render.manifest(copied_engine, dataclasses.replace(manifest, platform=""))
+    assert ", on " not in shown()
+
+
+def test_the_driver_is_named_where_there_is_one(shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, line in ((13010, "driver   serves CUDA up to 13.1"), (0, "")):
+        monkeypatch.setattr(machine, "driver_version", lambda version=version: version)
+        render.doctor()
+        assert [text for text in shown().splitlines() if text.startswith("driver")] == ([line] if line else [])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from visionfast import artifacts
+from visionfast import artifacts, machine
+from visionfast.backends import get_backend
 from visionfast.backends.openvino import OpenVinoBackend
 from visionfast.build import best_backend, build
 from visionfast.errors import (
@@ -163,3 +164,22 @@ def test_without_the_build_extra_it_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "onnx" else found(name, *a))
     with pytest.raises(BackendUnavailableError, match=r"building needs onnx; `pip install 'visionfast\[build\]'`"):
         build(tmp_path / "any.pt")
+
+
+@pytest.mark.skipif(not get_backend("tensorrt-rtx").availability().can_build, reason="TensorRT-RTX is not installed")
+@pytest.mark.parametrize(
+    ("sm", "torch_sees_it", "best"),
+    [
+        ("sm89", True, "tensorrt-rtx"),
+        ("sm90", True, "torch"),  # TensorRT-RTX does not know Hopper
+        ("sm90", False, "openvino"),
+    ],
+)
+def test_the_best_backend_for_a_gpu(monkeypatch: pytest.MonkeyPatch, sm: str, torch_sees_it: bool, best: str) -> None:
+    import torch
+
+    if get_backend("tensorrt").availability().version:
+        pytest.skip("TensorRT is installed")
+    monkeypatch.setattr(machine, "gpus", lambda: (machine.Gpu(0, "a GPU", sm),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees_it)
+    assert best_backend().name == best

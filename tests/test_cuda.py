@@ -8,67 +8,41 @@ from pathlib import Path
 
 import pytest
 
-from visionfast import machine
-from visionfast.cuda import CudaDevice, choose_gpu
-from visionfast.errors import BackendUnavailableError, IncompatibleEngineError, OptionError
+from visionfast import artifacts, machine
+from visionfast.cuda import CudaDevice, gpu_index
+from visionfast.errors import BackendUnavailableError, OptionError
 from visionfast.machine import Gpu
 from visionfast.pipeline import open_engine
 
-ADA, HOPPER, SECOND_ADA = Gpu(0, "NVIDIA L4", "sm89"), Gpu(1, "NVIDIA H100", "sm90"), Gpu(2, "NVIDIA L40S", "sm89")
+
+@pytest.mark.parametrize(("asked", "index"), [(None, None), ("cuda", None), ("cuda:0", 0), ("cuda:12", 12)])
+def test_the_words_for_a_gpu(asked: str | None, index: int | None) -> None:
+    assert gpu_index(asked) == index
 
 
-@pytest.fixture
-def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: (ADA, HOPPER, SECOND_ADA))
-
-
-@pytest.mark.usefixtures("three_gpus")
-@pytest.mark.parametrize(
-    ("compiled_for", "asked", "index"),
-    [
-        ("sm89", None, 0),
-        ("sm90", None, 1),
-        ("cuda", None, 0),
-        ("sm89", "cuda", 0),
-        ("sm90", "cuda", 1),
-        ("sm89", "cuda:2", 2),
-        ("cuda", "cuda:1", 1),
-    ],
-)
-def test_the_first_that_fits_or_the_one_asked_for(compiled_for: str, asked: str | None, index: int) -> None:
-    assert choose_gpu(compiled_for, asked) == index
-
-
-@pytest.mark.usefixtures("three_gpus")
 @pytest.mark.parametrize("asked", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA:0", "cuda:1 ", "cuda:٢", "", "0", "cpu"])
 def test_other_words_are_refused(asked: str) -> None:
     with pytest.raises(OptionError, match="expected cuda or cuda:N"):
-        choose_gpu("sm89", asked)
+        gpu_index(asked)
 
 
-@pytest.mark.usefixtures("three_gpus")
-def test_one_that_is_not_there() -> None:
-    with pytest.raises(OptionError, match="cuda:3: this machine has 3, from cuda:0 to cuda:2"):
-        choose_gpu("sm89", "cuda:3")
+@pytest.fixture
+def engine_for_a_gpu(built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path]) -> Path:
+    return built_engine(seeded_checkpoint("detect", 3), backend="torch", gpu="cuda", size_hw=(64, 96))
 
 
-@pytest.mark.usefixtures("three_gpus")
-def test_one_of_another_generation_names_both_sides() -> None:
-    message = r"the engine is for sm89, cuda:1 is sm90 \(NVIDIA H100\); build it for sm90"
-    with pytest.raises(IncompatibleEngineError, match=message):
-        choose_gpu("sm89", "cuda:1")
-    with pytest.raises(
-        IncompatibleEngineError, match=r"for sm75, cuda:0 is sm89 .*, cuda:1 is sm90 .*build it for sm89"
-    ):
-        choose_gpu("sm75", None)
+def test_the_gpu_that_is_asked_for_is_checked_first(engine_for_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: (Gpu(0, "NVIDIA L4", "sm89"), Gpu(1, "NVIDIA H100", "sm90")))
+    monkeypatch.setattr(machine, "driver_version", lambda: 13010)
+    with pytest.raises(BackendUnavailableError, match=r"cuda:2: this machine has cuda:0 sm89 .*, cuda:1 sm90"):
+        open_engine(engine_for_a_gpu, device="cuda:2")
+    with pytest.raises(OptionError, match="expected cuda or cuda:N"):
+        open_engine(engine_for_a_gpu, device="gpu1")
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", tuple)
-    with pytest.raises(
-        BackendUnavailableError, match=r"needs an NVIDIA GPU .sm89. and its driver; this machine has none"
-    ):
-        choose_gpu("sm89", None)
+def test_pytorch_on_a_gpu_builds_fp16_unasked(engine_for_a_gpu: Path) -> None:
+    manifest = artifacts.read_manifest(engine_for_a_gpu)
+    assert (manifest.device, manifest.precision) == ("cuda", "fp16")
 
 
 @pytest.mark.skipif(bool(machine.gpus()), reason="this machine has a GPU")

@@ -36,7 +36,6 @@ class HalfBackend:
     """Computes the typed graph in FP16 on the CPU: what the GPU backends do, where there is no GPU."""
 
     name = "half"
-    default_precision = "fp16"
     typed_graphs = True
 
     def availability(self) -> Availability:
@@ -54,7 +53,10 @@ class HalfBackend:
         (request.folder / "model.half").write_text(token)
         return Compiled(request.graph, "model.half", ("model.half",))
 
-    def check_runnable(self, manifest: EngineManifest) -> None:
+    def default_precision(self, device: str) -> Any:
+        return "fp16"
+
+    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:
         pass
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,10 +34,21 @@ def best_backend() -> Backend:
     Raises:
         BackendUnavailableError: none can.
     """
-    for name in ("tensorrt", "tensorrt-rtx", "openvino", "torch"):
+    # PyTorch on a GPU is faster than anything on a CPU, where everything else is faster than PyTorch.
+    for name, wants_gpu in (
+        ("tensorrt", True),
+        ("tensorrt-rtx", True),
+        ("torch", True),
+        ("openvino", False),
+        ("torch", False),
+    ):
         backend = get_backend(name)
-        if (state := backend.availability()).can_build and state.can_run:
-            return backend
+        state = backend.availability()
+        if not (state.can_build and state.can_run):
+            continue
+        with contextlib.suppress(OptionError):  # it does not know the GPU that is here: TensorRT-RTX and Hopper
+            if (backend.resolve_device(None) != "cpu") == wants_gpu:
+                return backend
     raise BackendUnavailableError(
         f"none of {', '.join(BACKENDS)} can build and run here; `visionfast doctor` says what to install"
     )
@@ -108,7 +120,7 @@ class Plan:
         if not state.can_build:
             raise BackendUnavailableError(f"{chosen.name}: cannot build here: {state.reason}")
         devices = tuple(dict.fromkeys(chosen.resolve_device(gpu) for gpu in gpus))
-        precision = precision or chosen.default_precision
+        precision = precision or chosen.default_precision(devices[0])
         if precision not in state.precisions:
             raise OptionError(
                 f"precision {precision}: {chosen.name} builds {', '.join(state.precisions)} on this machine"

@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from visionfast import machine
-from visionfast.errors import BackendUnavailableError, IncompatibleEngineError, OptionError
+from visionfast.errors import BackendUnavailableError, OptionError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaDevice", "Device", "choose_gpu"]
+__all__ = ["CudaDevice", "Device", "gpu_index"]
 
 _CUDA = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
 
@@ -137,33 +136,14 @@ class CudaDevice:
         self._stream.synchronize()
 
 
-def choose_gpu(compiled_for: str, asked: str | None) -> int:
-    """The index of the GPU that an engine runs on.
-
-    Args:
-        compiled_for: the manifest's device: `cuda` for any, or a generation such as `sm89`.
-        asked: `cuda`, `cuda:1`, or `None` for the first that fits.
+def gpu_index(asked: str | None) -> int | None:
+    """The number in `cuda:1`; `None` for `cuda` and for nothing: the first that fits.
 
     Raises:
-        OptionError: `asked` is not written so, or there is no such device.
-        IncompatibleEngineError: the GPU, or every GPU here, is of another generation.
-        BackendUnavailableError: there is no GPU.
+        OptionError: it is not written so.
     """
-    here = machine.gpus()
-    index = None
-    if asked is not None:
-        if (match := _CUDA.fullmatch(asked)) is None:
-            raise OptionError(f"device {asked!r}: expected cuda or cuda:N for an engine that was built for a GPU")
-        index = int(match[1]) if match[1] else None
-    if not here:
-        raise BackendUnavailableError(
-            f"the engine needs an NVIDIA GPU ({compiled_for}) and its driver; this machine has none"
-        )
-    if index is not None and index >= len(here):
-        raise OptionError(f"device cuda:{index}: this machine has {len(here)}, from cuda:0 to cuda:{len(here) - 1}")
-    candidates = here if index is None else (here[index],)
-    for gpu in candidates:
-        if compiled_for in ("cuda", gpu.sm):
-            return gpu.index
-    there = ", ".join(f"cuda:{gpu.index} is {gpu.sm} ({gpu.name})" for gpu in candidates)
-    raise IncompatibleEngineError(f"device: the engine is for {compiled_for}, {there}; build it for {candidates[0].sm}")
+    if asked is None:
+        return None
+    if (match := _CUDA.fullmatch(asked)) is None:
+        raise OptionError(f"device {asked!r}: expected cuda or cuda:N for an engine that was built for a GPU")
+    return int(match[1]) if match[1] else None

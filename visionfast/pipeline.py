@@ -224,10 +224,10 @@ def _load(folder: Path, manifest: EngineManifest, threads: int | None, device: s
         return backend.load(folder, manifest, graph, threads=threads)
     if device == "cpu":
         raise OptionError(f"device cpu: this engine is for {manifest.device}; `visionfast build` makes one for the cpu")
-    backend.check_runnable(manifest)
-    from visionfast.cuda import CudaDevice, choose_gpu
+    from visionfast.cuda import CudaDevice, gpu_index
 
-    return backend.load_on(CudaDevice(choose_gpu(manifest.device, device)), folder, manifest, graph)
+    index = backend.check_runnable(manifest, device_index=gpu_index(device))
+    return backend.load_on(CudaDevice(index or 0), folder, manifest, graph)
 
 
 def _runs_here(manifest: EngineManifest) -> bool:

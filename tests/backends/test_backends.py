@@ -27,7 +27,8 @@ def test_every_backend_says_what_it_can(name: str) -> None:
     assert "\n" not in state.reason
     if state.can_build:
         assert state.version
-        assert backend.default_precision in state.precisions
+        for device in ("cpu", "cuda", "sm89"):
+            assert backend.default_precision(device) in state.precisions
 
 
 def test_unknown_backend() -> None:

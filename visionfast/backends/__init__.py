@@ -99,13 +99,11 @@ class Backend(Protocol):
 
     Attributes:
         name: key in `BACKENDS`.
-        default_precision: what it builds when none is asked for.
         typed_graphs: it computes in the precision that is written into the graph; else it reads an FP32 graph, and
             the precision is its own doing.
     """
 
     name: str
-    default_precision: Precision
     typed_graphs: bool
 
     def availability(self) -> Availability: ...
@@ -119,12 +117,24 @@ class Backend(Protocol):
         """
         ...
 
+    def default_precision(self, device: str) -> Precision:
+        """What it builds for `device` when no precision is asked for."""
+        ...
+
     def compile(self, request: CompileRequest) -> Compiled:
         """Raises `BuildError` when the compiler refuses, `BackendUnavailableError` when it is not here."""
         ...
 
-    def check_runnable(self, manifest: EngineManifest) -> None:
-        """Raises `BackendUnavailableError` or `IncompatibleEngineError` unless this machine can run the engine."""
+    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> int | None:
+        """Raises `BackendUnavailableError` or `IncompatibleEngineError` unless this machine can run the engine.
+
+        Args:
+            manifest: the engine's.
+            device_index: the GPU to run on; default: the first that fits.
+
+        Returns:
+            The GPU to run on, `None` for an engine for the CPU.
+        """
         ...
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:

@@ -53,7 +53,6 @@ class OpenVinoBackend:
     """Compiles to OpenVINO IR for the CPU."""
 
     name = "openvino"
-    default_precision: Precision = "fp32"
     typed_graphs = False
 
     def availability(self) -> Availability:
@@ -68,6 +67,9 @@ class OpenVinoBackend:
         if gpu is not None:
             raise OptionError(f"--gpu {gpu}: backend openvino compiles for the CPU; leave --gpu out")
         return "cpu"
+
+    def default_precision(self, device: str) -> Precision:
+        return "fp32"
 
     def compile(self, request: CompileRequest) -> Compiled:
         """Reads the ONNX, takes `u8 NHWC` images in and normalises inside, and saves `<graph>.xml` and `.bin`."""
@@ -87,7 +89,7 @@ class OpenVinoBackend:
             raise BuildError(f"openvino: {reason}; nothing was left there") from error
         return Compiled(graph[1], file, (file, f"{request.graph.name}.bin"))
 
-    def check_runnable(self, manifest: EngineManifest) -> None:
+    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:
         ov = _import_openvino()
         if manifest.device != "cpu":
             raise IncompatibleEngineError(f"device {manifest.device}: expected an engine for the cpu; build it again")

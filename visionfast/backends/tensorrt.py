@@ -6,6 +6,7 @@ of the kind that will run the engine; TensorRT-RTX compiles for a named compute 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import threading
@@ -14,10 +15,11 @@ from typing import Any, ClassVar
 
 from visionfast import machine
 from visionfast.backends import Availability, Compiled, CompileRequest
+from visionfast.backends.compatibility import check_engine, cuda_major, machine_facts
 from visionfast.backends.device_runner import DeviceRunner
 from visionfast.backends.tensorrt_engine import TensorRtEngine
-from visionfast.cuda import CudaDevice, Device, choose_gpu
-from visionfast.errors import BackendUnavailableError, BuildError, IncompatibleEngineError, OptionError
+from visionfast.cuda import CudaDevice, Device
+from visionfast.errors import BackendUnavailableError, BuildError, OptionError
 from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
 
 __all__ = ["TensorRtBackend", "TensorRtRtxBackend"]
@@ -31,7 +33,6 @@ class TensorRtBackend:
     """TensorRT: builds and runs on the GPU that is here."""
 
     name: str = "tensorrt"
-    default_precision: Precision = "fp16"
     typed_graphs = True
     module_name: ClassVar[str] = "tensorrt"
     packages: ClassVar[tuple[str, ...]] = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
@@ -54,6 +55,9 @@ class TensorRtBackend:
         if gpu is not None and gpu != here[0].sm:
             raise OptionError(f"--gpu {gpu}: TensorRT builds for the GPU that is here, {here[0].sm} ({here[0].name})")
         return here[0].sm
+
+    def default_precision(self, device: str) -> Precision:
+        return "fp16"
 
     def compile(self, request: CompileRequest) -> Compiled:
         trt = self._import()
@@ -79,27 +83,14 @@ class TensorRtBackend:
         (request.folder / file).write_bytes(memoryview(plan))
         return Compiled(request.graph, file, (file,))
 
-    def check_runnable(self, manifest: EngineManifest) -> None:
-        here = machine.gpus()
-        if not here:
-            raise BackendUnavailableError(
-                f"{self.name}: the engine needs an NVIDIA GPU ({manifest.device}) and its driver; this machine has none"
-            )
-        if not self._version():
-            raise BackendUnavailableError(f"{self.name}: not installed; `pip install 'visionfast[{self.extra}]'`")
-        if manifest.device not in {gpu.sm for gpu in here}:
-            there = ", ".join(f"{gpu.sm} ({gpu.name})" for gpu in here)
-            raise IncompatibleEngineError(
-                f"device {manifest.device}: this machine has {there}; build again with --gpu {here[0].sm}"
-            )
-        if manifest.runtime_version != self._version():
-            raise IncompatibleEngineError(
-                f"{self.name} {self._version()}: the engine needs exactly {manifest.runtime_version}; build it again"
-            )
+    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> int | None:
+        package = self._package()
+        here = machine_facts(self._version(), cuda_major(package))
+        return check_engine(manifest, here=here, device_index=device_index)
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
-        self.check_runnable(manifest)
-        return DeviceRunner(self.load_on(CudaDevice(choose_gpu(manifest.device, None)), folder, manifest, graph))
+        device = CudaDevice(self.check_runnable(manifest) or 0)
+        return DeviceRunner(self.load_on(device, folder, manifest, graph))
 
     def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> TensorRtEngine:
         trt = self._import()
@@ -116,13 +107,17 @@ class TensorRtBackend:
     def _target(self, trt: Any, config: Any, device: str) -> None:
         """Sets what the engine is compiled for; TensorRT takes the GPU that is current."""
 
-    def _version(self) -> str:
+    def _package(self) -> str:
+        """The installed one of this backend's packages; empty where none is."""
         for package in self.packages:
-            try:
-                return importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                importlib.metadata.version(package)
+                return package
         return ""
+
+    def _version(self) -> str:
+        package = self._package()
+        return importlib.metadata.version(package) if package else ""
 
     def _import(self) -> Any:
         try:

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from visionfast import machine
 from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_feeds
+from visionfast.backends.compatibility import check_engine, machine_facts
 from visionfast.backends.device_runner import DeviceRunner
-from visionfast.cuda import CudaDevice, Device, choose_gpu
+from visionfast.cuda import CudaDevice, Device
 from visionfast.errors import (
     BackendError,
     BackendUnavailableError,
@@ -56,7 +57,6 @@ class TorchBackend:
     """Keeps the graph as a `torch.export` program; running it needs torch and nothing of the model's own code."""
 
     name = "torch"
-    default_precision: Precision = "fp32"
     typed_graphs = True
 
     def availability(self) -> Availability:
@@ -70,6 +70,9 @@ class TorchBackend:
         if not re.fullmatch(r"cuda|sm\d{2,3}", gpu, re.ASCII):
             raise OptionError(f"--gpu {gpu}: expected cuda; a torch engine runs on every CUDA device")
         return _ANY_CUDA
+
+    def default_precision(self, device: str) -> Precision:
+        return "fp32" if device == "cpu" else "fp16"
 
     def compile(self, request: CompileRequest) -> Compiled:
         torch = _import_torch()
@@ -89,21 +92,18 @@ class TorchBackend:
             raise BuildError(f"torch.export: {str(error).splitlines()[0]}") from error
         return Compiled(request.graph, file, (file,))
 
-    def check_runnable(self, manifest: EngineManifest) -> None:
+    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> int | None:
         torch = _import_torch()
-        if manifest.device == "cpu":
-            return
-        if manifest.device != _ANY_CUDA:
+        if manifest.device not in ("cpu", _ANY_CUDA):
             raise IncompatibleEngineError(f"device {manifest.device}: expected cpu or cuda; build it again")
-        choose_gpu(manifest.device, None)
-        if not torch.cuda.is_available():
+        index = check_engine(manifest, here=machine_facts(torch.__version__), device_index=device_index)
+        if index is not None and not torch.cuda.is_available():
             raise BackendUnavailableError(f"torch {torch.__version__}: it sees no CUDA device; `visionfast doctor`")
+        return index
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
-        self.check_runnable(manifest)
-        if manifest.device != "cpu":
-            device = CudaDevice(choose_gpu(manifest.device, None))
-            return DeviceRunner(self.load_on(device, folder, manifest, graph))
+        if (index := self.check_runnable(manifest)) is not None:
+            return DeviceRunner(self.load_on(CudaDevice(index), folder, manifest, graph))
         return TorchRunner(self._program(folder, manifest, graph).module(), graph, threads=threads)
 
     def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> TorchEngine:

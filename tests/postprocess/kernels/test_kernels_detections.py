@@ -253,6 +253,15 @@ def test_anchor_that_is_not_finite_is_dropped(row: int, bad: float) -> None:
     np.testing.assert_array_equal(found.anchor, expected)
 
 
+@pytest.mark.parametrize("centre", [3e38, -3e38])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_anchor_with_one_corner_beyond_float32_is_dropped(axis: int, centre: float) -> None:
+    predictions = _predictions([[0, 0, 5, 5], [20, 0, 25, 5]], [[0.5], [0.5]])
+    predictions[0, [axis, 2 + axis], 0] = centre, 3e38  # the other corner is at half of it
+    (found,) = _run(predictions, [BUS], Setting(1))
+    np.testing.assert_array_equal(found.anchor, [1])
+
+
 def test_only_asked_for_classes() -> None:
     boxes = [[20 * i, 0, 20 * i + 10, 10] for i in range(6)]
     (found,) = _run(_predictions(boxes, np.eye(6) * 0.9), [BUS], Setting(6, classes=[4, 1]))

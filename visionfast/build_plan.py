@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -167,6 +168,7 @@ class Plan:
         graphs: list[GraphSpec] = []
         files: dict[str, str] = {}
         hashes: dict[str, str] = {}
+        layers: Counter[str] = Counter()
         for item in exported:
             self.progress(f"compiling {item.graph.name} with {self.backend.name}{self._for(device)}")
             module = self.model.modules[item.graph.name]
@@ -183,6 +185,7 @@ class Plan:
             compiled = self.backend.compile(request)
             graphs.append(compiled.graph)
             files[item.graph.name] = compiled.file
+            layers.update(compiled.layers)
             hashes |= {name: artifacts.sha256_file(folder / name) for name in compiled.files}
         kept = [path for item in exported for path in item.islands] if self.graph_precision == "fp16" else []
         manifest = EngineManifest(
@@ -200,6 +203,7 @@ class Plan:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             visionfast_version=__version__,
             platform=machine.platform_name(),
+            layers=dict(layers),
         )
         artifacts.write_manifest(folder, manifest)
         return manifest

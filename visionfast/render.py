@@ -96,6 +96,7 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
         + (f", on {engine.platform}" if engine.platform else ""),
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
+        "layers": ", ".join(f"{count} give {dtype}" for dtype, count in engine.layers.items()) or "not told",
         "files": ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in engine.sha256),
         "built": f"{engine.created} by visionfast {engine.visionfast_version}",
         "runs here": _runs_here(engine) or "yes",

@@ -182,7 +182,7 @@ class EngineManifest:
         spec: the model; its graphs' tensors are those of the compiled engine.
         backend: key in `visionfast.backends.BACKENDS`.
         precision: of the graph.
-        device: what it was compiled for: `cpu`, `sm89`.
+        device: what it was compiled for: `cpu`, `sm89`, `cuda` for any CUDA device.
         runtime_version: of the package that compiled it.
         files: graph name → file name beside engine.json.
         sha256: file name → hash, for every file.
@@ -193,6 +193,7 @@ class EngineManifest:
         created: UTC, ISO 8601.
         visionfast_version: that built it.
         platform: that it was built on, `linux-x86_64`; empty in manifests from before it was recorded.
+        layers: how many of the compiled layers give each dtype, where the compiler says so.
     """
 
     spec: ModelSpec
@@ -209,6 +210,7 @@ class EngineManifest:
     created: str
     visionfast_version: str
     platform: str = ""
+    layers: Mapping[str, int] = field(default_factory=dict)
 
 
 @runtime_checkable

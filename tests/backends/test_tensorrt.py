@@ -38,6 +38,7 @@ def test_builds_ahead_of_time(
     graph = manifest.spec.graphs[0]
     assert graph.inputs[0].dtype == "float16"
     assert graph.outputs[0].dtype == "float32"
+    assert manifest.layers["float16"] > 10 * manifest.layers["float32"] > 0
     if not machine.gpus():
         assert manifest.certificate.status == "not yet run on a device"
         assert not manifest.certificate.measures

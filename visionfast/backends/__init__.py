@@ -7,7 +7,8 @@ A new runtime is one module here and one line in the table.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,8 +16,6 @@ from visionfast.errors import OptionError, ShapeError
 from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, Runner, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy.typing as npt
     import torch
 
@@ -87,11 +86,19 @@ class CompileRequest:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came out: the compiled graph's tensors, its main file's name, and all its files' names."""
+    """What came out.
+
+    Attributes:
+        graph: the compiled graph's tensors.
+        file: its main file's name.
+        files: all its files' names.
+        layers: how many of its layers give each dtype, `{"float16": 106, "float32": 3}`, where the compiler says so.
+    """
 
     graph: GraphSpec
     file: str
     files: tuple[str, ...]
+    layers: Mapping[str, int] = field(default_factory=dict)
 
 
 class Backend(Protocol):

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from visionfast.backends import Availability, Compiled, CompileRequest
 from visionfast.backends.compatibility import check_engine, cuda_major, machine_facts
 from visionfast.backends.device_runner import DeviceRunner
 from visionfast.backends.tensorrt_engine import TensorRtEngine
+from visionfast.backends.tensorrt_layers import parse_layers, precision_counts
 from visionfast.cuda import CudaDevice, Device
 from visionfast.errors import BackendUnavailableError, BuildError, OptionError
 from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
@@ -75,13 +77,14 @@ class TensorRtBackend:
         # On by default, it would round what must stay FP32 to 10 bits: a quarter of a pixel in the box decode.
         config.clear_flag(trt.BuilderFlag.TF32)
         self._target(trt, config, request.device)
-        plan = builder.build_serialized_network(network, config)
+        with logger.listening() as lines:
+            plan = builder.build_serialized_network(network, config)
         # The builder answers None, and raises nothing, for whatever it cannot do.
         if plan is None:
             raise BuildError(f"{self.name}: no engine for {request.device}: {_one_line('; '.join(logger.errors))}")
         file = f"{request.graph.name}.engine"
         (request.folder / file).write_bytes(memoryview(plan))
-        return Compiled(request.graph, file, (file,))
+        return Compiled(request.graph, file, (file,), precision_counts(parse_layers("\n".join(lines))))
 
     def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> int | None:
         package = self._package()
@@ -180,10 +183,23 @@ def _logger(trt: Any, module_name: str) -> Any:
                 def __init__(self) -> None:
                     super().__init__()
                     self.errors: list[str] = []
+                    self._lines: list[str] | None = None
 
                 def log(self, severity: Any, message: str) -> None:
                     if severity <= trt.ILogger.ERROR:
                         self.errors.append(message)
+                    if self._lines is not None:
+                        self._lines.append(message)
+
+                @contextlib.contextmanager
+                def listening(self) -> Iterator[list[str]]:
+                    """Keeps every line that is said meanwhile, down to the most verbose."""
+                    lines: list[str] = []
+                    self._lines = lines
+                    try:
+                        yield lines
+                    finally:
+                        self._lines = None
 
             _LOGGERS[module_name] = Logger()
         return _LOGGERS[module_name]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from visionfast import artifacts, machine
-from visionfast.cuda import CudaDevice, gpu_index
-from visionfast.errors import BackendUnavailableError, OptionError
+from visionfast.cuda import CudaDevice, _own_stream, gpu_index
+from visionfast.errors import BackendError, BackendUnavailableError, OptionError
 from visionfast.machine import Gpu
 from visionfast.pipeline import open_engine
 
@@ -50,6 +56,63 @@ def test_pytorch_on_a_gpu_builds_fp16_unasked(engine_for_a_gpu: Path) -> None:
 def test_a_device_says_what_torch_lacks() -> None:
     with pytest.raises(BackendUnavailableError, match="sees no CUDA device"):
         CudaDevice(0)
+
+
+class _Owner:
+    """Of a stream."""
+
+
+def _pool(size: int = 32) -> Callable[[], SimpleNamespace]:
+    """As torch has it: so many streams, handed out in turns."""
+    handles = itertools.cycle(range(1, size + 1))
+    return lambda: SimpleNamespace(cuda_stream=next(handles))
+
+
+def test_no_two_sessions_share_a_stream() -> None:
+    draw = _pool()
+    owners = [_Owner() for _ in range(32)]
+    handles = [_own_stream(owner, 7, draw).cuda_stream for owner in owners[:20]]
+    draw()  # someone else's
+    handles += [_own_stream(owner, 7, draw).cuda_stream for owner in owners[20:]]
+    assert sorted(handles) == list(range(1, 33))
+    with pytest.raises(BackendError, match="cuda:7: expected a stream that no session has, all 32 are taken"):
+        _own_stream(_Owner(), 7, draw)
+    _own_stream(other := _Owner(), 8, _pool())  # another device has its own
+    assert other is not None
+
+
+def test_a_stream_is_free_when_its_session_is_gone() -> None:
+    draw = _pool()
+    owners = [_Owner() for _ in range(32)]
+    handles = [_own_stream(owner, 9, draw).cuda_stream for owner in owners]
+    gone: Any = owners.pop(5)
+    gone.itself = gone  # a cycle, which only the collector ends
+    del gone
+    assert _own_stream(newcomer := _Owner(), 9, draw).cuda_stream == handles[5]
+    assert newcomer is not None
+
+
+def test_one_capture_at_a_time() -> None:
+    """Beginning one waits for the whole device, which ends every capture that another thread has begun."""
+    inside, most = [0], [0]
+
+    @contextlib.contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        yield
+        inside[0] -= 1
+
+    def device() -> CudaDevice:
+        made: Any = CudaDevice.__new__(CudaDevice)
+        made._torch = SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=lambda: SimpleNamespace(replay=None), graph=graph))
+        made._stream = None
+        assert isinstance(made, CudaDevice)
+        return made
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: device().capture(lambda: time.sleep(0.02)), range(4)))
+    assert most == [1]
 
 
 @pytest.mark.skipif(bool(machine.gpus()), reason="this machine has a GPU")

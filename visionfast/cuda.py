@@ -7,12 +7,15 @@ wait: what was put on the stream first is done first.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import re
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from visionfast.errors import BackendUnavailableError, OptionError
+from visionfast.errors import BackendError, BackendUnavailableError, OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["CudaDevice", "Device", "gpu_index"]
 
 _CUDA = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
+_STREAMS = 32  # of torch's pool for a device, `c10/cuda/CUDAStream.h`; it hands them out in turns, over and over
+
+_TAKEN: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
+_TAKING = threading.Lock()
+# A capture does not survive that another thread waits for the whole device, and beginning one does just that.
+_CAPTURING = threading.Lock()
 
 
 class Device(Protocol):
@@ -78,6 +87,7 @@ class CudaDevice:
     Raises:
         BackendUnavailableError: torch, or its CUDA, is not here.
         OptionError: there is no such device.
+        BackendError: all of its streams are in use.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -94,7 +104,11 @@ class CudaDevice:
             raise OptionError(f"cuda:{index}: expected a device from 0 to {torch.cuda.device_count() - 1}")
         self._torch = torch
         self._where = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self._where)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream = _own_stream(
+            self,
+            index,
+            lambda: torch.cuda.Stream(self._where),  # type: ignore[no-untyped-call]
+        )
 
     @property
     def where(self) -> torch.device:
@@ -128,12 +142,27 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = self._torch.cuda.CUDAGraph()
         # thread_local: another session's thread may allocate while this one captures.
-        with self._torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with _CAPTURING, self._torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+def _own_stream(owner: object, index: int, draw: Callable[[], Any]) -> Any:
+    """A stream that no other living `owner` on device `index` has: what two put on one would be one's graph."""
+    with _TAKING:
+        for attempt in range(4 * _STREAMS):  # others draw from the pool too
+            if attempt == 2 * _STREAMS:
+                gc.collect()  # owners in cycles are dead and not gone
+            stream = draw()
+            if _TAKEN.setdefault((index, int(stream.cuda_stream)), owner) is owner:
+                return stream
+    raise BackendError(
+        f"cuda:{index}: expected a stream that no session has, all {_STREAMS} are taken; close sessions, or open more "
+        "in another process"
+    )
 
 
 def gpu_index(asked: str | None) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from visionfast.backends.torch import TorchEngine
 from visionfast.errors import BuildError, IncompatibleEngineError
 from visionfast.pipeline import Detector, Segmenter
 from visionfast.types import GraphSpec, TensorSpec
+
+_BACKENDS: Any = torch.backends  # its stubs know less than it has
 
 
 def _opened(folder: Path) -> tuple[Any, Any]:
@@ -79,23 +83,50 @@ def test_a_session_on_the_real_program(
             assert (got.mask.dense() != expected.mask.dense()).mean() < 1e-4
 
 
-def test_convolutions_in_fp32_are_not_rounded_to_tf32() -> None:
+@pytest.fixture
+def conv() -> Iterator[Any]:
+    """PyTorch's settings of FP32, as they are at first."""
+    if not hasattr(_BACKENDS.cudnn, "conv"):
+        pytest.skip("this torch has one switch for all operations")
+    yield _BACKENDS.cudnn.conv
+    _BACKENDS.fp32_precision = "none"
+    _BACKENDS.cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("of_all", ["none", "tf32"])
+@pytest.mark.parametrize("of_convolutions", ["tf32", "ieee"])
+def test_convolutions_in_fp32_are_not_rounded_to_tf32(conv: Any, of_all: str, of_convolutions: str) -> None:
+    _BACKENDS.fp32_precision = of_all
+    conv.fp32_precision = of_convolutions
     seen = []
 
     class Module(torch.nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            seen.append(torch.backends.cudnn.allow_tf32)
+            seen.append(conv.fp32_precision)
             return images * 2
 
     graph = GraphSpec(
         "model", (TensorSpec("x", (1, 1, 2, 2), "float32", "NCHW"),), (TensorSpec("y", (1, 1, 2, 2), "float32"),)
     )
     device: Any = RecordingDevice()
-    before = torch.backends.cudnn.allow_tf32
     with DeviceRunner(TorchEngine(Module(), graph, device)) as runner:
         runner.infer({"x": np.ones((1, 1, 2, 2), np.float32)})
-    assert seen == [False]
-    assert torch.backends.cudnn.allow_tf32 == before
+    assert seen == ["ieee"]
+    assert conv.fp32_precision == of_convolutions
+
+
+def test_threads_load_at_the_same_time(
+    built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path]
+) -> None:
+    """`torch.export.load` is for one thread at a time, and sessions are opened by the threads that use them."""
+    folder = built_engine(
+        seeded_checkpoint("detect", 3), backend="torch", gpu="cuda", precision="fp16", size_hw=(64, 96)
+    )
+    filters = list(warnings.filters)
+    with ThreadPoolExecutor(6) as pool:
+        opened = list(pool.map(lambda _: _opened(folder), range(6)))
+    assert len(opened) == 6
+    assert list(warnings.filters) == filters
 
 
 def test_what_it_does_not_build_or_load(

@@ -79,7 +79,9 @@ class TorchBackend:
         module = request.module
         if request.precision == "fp16":
             if request.device == "cpu":
-                raise BuildError("precision fp16: backend torch builds fp32 for the CPU; leave --precision out")
+                raise BuildError(
+                    "precision fp16: backend torch builds fp32 for the CPU; leave --precision out, or add `--gpu cuda`"
+                )
             module = half_precision(module, request.keep_fp32)
         example = tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in request.graph.inputs)
         file = f"{request.graph.name}.pt2"
@@ -113,16 +115,15 @@ class TorchBackend:
             )
         from torch.export.passes import move_to_device_pass
 
-        program = self._program(folder, manifest, graph)
-        with device.current():
-            module = move_to_device_pass(program, device.where).module()
+        with device.current(), _LOADING:
+            module = move_to_device_pass(self._program(folder, manifest, graph), device.where).module()
         return TorchEngine(module, graph, device)
 
     def _program(self, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> Any:
         torch = _import_torch()
         path = folder / manifest.files[graph.name]
         try:
-            with warnings.catch_warnings():
+            with _LOADING, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about torch's own internals
                 return torch.export.load(path)
         except Exception as error:  # a damaged archive fails in many ways
@@ -189,16 +190,25 @@ def _ieee_convolutions(torch: Any) -> Iterator[None]:
     It is a setting of the whole process, so sessions in other threads take turns at asking for it. It matters while
     work is put on the stream, not while it runs: a captured graph keeps what it was captured with.
     """
+    cudnn = torch.backends.cudnn
+    # Since 2.9 each operation has its own. The older switch is then no more than a default: it does not overrule
+    # `torch.backends.fp32_precision`, and it cannot be read where the operations differ.
+    where, name, exact = (
+        (cudnn.conv, "fp32_precision", "ieee") if hasattr(cudnn, "conv") else (cudnn, "allow_tf32", False)
+    )
     with _TF32:
-        before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
+        before = getattr(where, name)
+        setattr(where, name, exact)
         try:
             yield
         finally:
-            torch.backends.cudnn.allow_tf32 = before
+            setattr(where, name, before)
 
 
 _TF32 = threading.RLock()
+# `torch.export.load` keeps what it is at in a variable of the process, and refuses a second thread; `catch_warnings`
+# would restore another thread's filters.
+_LOADING = threading.RLock()
 
 
 class TorchRunner(GraphRunner):

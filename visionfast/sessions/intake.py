@@ -53,6 +53,8 @@ class Intake:
         limits: DecodeLimits,
         dali: DaliPreprocessor | None = None,
     ) -> None:
+        import torch
+
         self._device = device
         self._slots = slots
         self._limits = limits
@@ -60,6 +62,9 @@ class Intake:
         self._letterbox = DeviceLetterbox(spec, device=device.where)
         self._frames = _FrameUpload(self._letterbox, device, len(slots))
         self._damage: Any = dict
+        # The kernel is compiled and loaded now, not when the first image waits for it.
+        self._letterbox.rgb(slots.new_zeros((1, 1, 3), dtype=torch.uint8), slots[0])
+        slots[0].zero_()
 
     def place(
         self, images: Sequence[ImageSource], *, first: int, raises: bool, stage_ns: Sequence[dict[str, int]]

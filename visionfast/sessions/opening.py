@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["open_session"]
 
+_DECODE_THREADS = 4  # of one session: there are several, and the GPU decodes
+
 
 def open_session(
     spec: ModelSpec,
@@ -73,7 +75,7 @@ def _dali(spec: ModelSpec, engine: DeviceEngine, limits: DecodeLimits, check_sca
             batch=image.shape[0],
             device="mixed" if on_gpu else "cpu",
             dtype=image.dtype,  # type: ignore[arg-type]
-            threads=machine.usable_cpus(),
+            threads=min(_DECODE_THREADS, machine.usable_cpus()),
             device_id=device.where.index if on_gpu else None,
             limits=limits,
             stream=device.stream if on_gpu else None,

@@ -106,6 +106,21 @@ def test_nothing_is_left_behind_and_nothing_is_allocated() -> None:
     assert now == held
 
 
+def test_what_is_interrupted_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictions = crowd(np.random.default_rng(5), 300, 3, 10, 5)
+    setting = Setting(3)
+    kernels = setting.kernels(1, 300)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(kernels._kernels, "overlap", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            check(kernels, predictions, [BUS], setting)
+    check(kernels, predictions, [BUS], setting)
+
+
 def test_inputs_are_left_as_they_were() -> None:
     setting = Setting(2)
     predictions = torch.tensor(crowd(np.random.default_rng(5), 50, 2, 5, 3), device=DEVICE)

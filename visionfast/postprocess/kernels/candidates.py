@@ -90,7 +90,8 @@ def select(
         key = (confidence.to(tl.int32, bitcast=True).to(tl.int64) << 31) | low
         start = tl.atomic_add(counts + slot, chosen_count, sem="relaxed")
         place = start + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(keys + slot.to(tl.int64) * ANCHORS + place, key, mask=chosen)
+        # Counts that a failed launch left behind must not lead beyond the list.
+        tl.store(keys + slot.to(tl.int64) * ANCHORS + place, key, mask=chosen & (place < ANCHORS))
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def rank(
         labels: (B, CAPACITY) int32, written: which of them may suppress one another; the class, or if AGNOSTIC 0.
     """
     slot = tl.program_id(1)
-    count = tl.load(counts + slot)
+    count = tl.minimum(tl.load(counts + slot), ANCHORS)
     keys += slot.to(tl.int64) * ANCHORS
     predictions += slot.to(tl.int64) * (ROWS * ANCHORS)
     sorted_keys += slot.to(tl.int64) * CAPACITY

@@ -254,7 +254,7 @@ class DetectionKernels:
         no_images = torch.zeros((batch, COLUMNS), dtype=torch.float32, device=self._device)
         self._launch(self._boxes, no_images)  # without images no kernel reads its predictions
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # whatever stream comes next finds the buffers filled
+            torch.cuda.current_stream(self._device).synchronize()  # whatever stream comes next finds the buffers filled
 
     def enqueue(self, predictions: torch.Tensor, placement: torch.Tensor) -> None:
         """Puts the work on the device's current stream: no allocation, no wait, nothing that depends on the data.
@@ -294,8 +294,13 @@ class DetectionKernels:
             "suppress": (self._sorted_keys, *pairs, placement, self._kept, self._kept_bits, self.found, self._iou),
         }
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            for name, kernel in self._kernels.items():
-                kernel(*arguments[name], **self._keywords[name])
+            try:
+                for name, kernel in self._kernels.items():
+                    kernel(*arguments[name], **self._keywords[name])
+            except BaseException:  # Ctrl-C among them: the last kernel would have set the counts back
+                with contextlib.suppress(Exception):
+                    self._counts.zero_()
+                raise
 
 
 def _checked(device: torch.device) -> torch.device:

@@ -143,7 +143,9 @@ class MaskKernels:
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             self._programs = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-            torch.cuda.synchronize(device)  # whatever stream comes next finds the buffers filled
+            # Whatever stream comes next finds the buffers filled. Waiting for all of the device would end another
+            # session's capture.
+            torch.cuda.current_stream(device).synchronize()
 
     def enqueue(
         self,

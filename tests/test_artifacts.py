@@ -109,6 +109,15 @@ def test_damaged_manifest(engine: Path, content: bytes) -> None:
         (lambda d: d.update(files={}), "no file for the graph 'model'"),
         (lambda d: d["spec"].update(graphs=[]), "expected at least one graph"),
         (lambda d: d["spec"]["graphs"][0].update(inputs=[]), "expected at least one input"),
+        (lambda d: d["spec"]["graphs"][0]["inputs"][0].update(shape=[]), "images: expected a shape"),
+        (lambda d: d["spec"]["graphs"][0]["inputs"][0].update(shape=[0, 32, 64, 3]), "images: expected a shape"),
+        (lambda d: d["spec"]["graphs"][0]["outputs"][0].update(shape=[1, -6, 42]), "predictions: expected a shape"),
+        (lambda d: d["spec"]["preprocess"].update(size_hw=[-32, 64]), "preprocess: expected sides of at least 1"),
+        (lambda d: d["spec"]["preprocess"].update(pad_value=999), "preprocess: expected .* pad_value 0..255"),
+        (lambda d: d["spec"]["preprocess"].update(std=[1, 0, 1]), "preprocess: expected .* no std of 0"),
+        (lambda d: d.update(device=""), "device: expected cpu, cuda or a GPU generation such as sm89, got ''"),
+        (lambda d: d.update(device="sm89\n"), r"device: expected cpu, cuda .*, got 'sm89\\n'"),
+        (lambda d: d.update(device="cuda:1"), "device: expected cpu, cuda .*, got 'cuda:1'"),
     ],
 )
 def test_mistyped_manifest(engine: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:
@@ -244,6 +253,14 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 
 # ---- finding ----------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ArtifactError, match=r"cannot be written \(File name too long\)"),
+        artifacts.atomic_folder(tmp_path / ("a" * 300) / "variant"),
+    ):
+        pass
 
 
 def test_find_model(engine_home: Path, tmp_path: Path) -> None:

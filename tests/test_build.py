@@ -109,6 +109,14 @@ def test_a_build_that_cannot_be_certified_leaves_nothing(
         ({"batch": 0}, OptionError, "batch: expected 1 to"),
         ({"backend": "onnx"}, OptionError, "backend 'onnx': expected one of"),
         ({"precision": "int8"}, OptionError, "precision int8: openvino builds"),
+        (
+            {"keep_fp32": ["blocks.4"]},
+            OptionError,
+            "keep_fp32 blocks.4: expected an FP16 graph .* got fp32 with openvino",
+        ),
+        ({"name": "../x"}, OptionError, r"name '\.\./x': expected letters"),
+        ({"name": ""}, OptionError, "name '': expected letters"),
+        ({"name": "a\nb"}, OptionError, r"name 'a\\nb': expected letters"),
     ],
 )
 def test_wrong_options(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +18,12 @@ from visionfast import artifacts
 from visionfast.agreement import shortfall
 from visionfast.backends import get_backend
 from visionfast.backends.fake import FakeRunner
-from visionfast.certify import CONF, IOU, certify, certify_engine
+from visionfast.certify import CONF, IOU, certify, certify_engine, images_in
 from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import (
     ArtifactError,
     BackendError,
+    BackendUnavailableError,
     CertificateError,
     CheckpointError,
     ManifestError,
@@ -124,6 +127,57 @@ def test_what_goes_wrong_leaves_the_certificate_as_it_was(copied_engine: Path, w
         certify_engine(copied_engine, model=weights, images=[text])
     assert artifacts.read_manifest(copied_engine) == before
     assert not [path for path in copied_engine.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"class_names": ("a",)}, r"spec\.class_names: expected what the weights say, .*kind 0.*, got \('a',\)"),
+        ({"strides": (8, 16)}, r"spec\.strides: expected what the weights say, \(8, 16, 32\), got \(8, 16\)"),
+        ({"preprocess": {"pad_value": 20}}, r"spec\.preprocess: .*pad_value=114.* got .*pad_value=20"),
+        ({"task": "segment"}, r"expected the outputs predictions, prototypes for segment, got predictions"),
+        ({"architecture": "yolov8s"}, r"spec\.architecture: expected what the weights say, yolov8n, got yolov8s"),
+    ],
+)
+def test_an_engine_that_is_served_otherwise_than_its_weights_say(
+    copied_engine: Path, weights: Path, change: dict[str, Any], says: str
+) -> None:
+    spec = artifacts.read_manifest(copied_engine).spec
+    if "preprocess" in change:
+        change = {"preprocess": dataclasses.replace(spec.preprocess, **change["preprocess"])}
+    before = _uncertified(copied_engine, spec=dataclasses.replace(spec, **change))
+    with pytest.raises(ManifestError, match=says) as caught:
+        certify_engine(copied_engine, model=weights)
+    assert "\n" not in str(caught.value)
+    assert artifacts.read_manifest(copied_engine) == before
+
+
+@pytest.mark.parametrize("missing", ["torch", "ultralytics"])
+def test_without_the_build_extra(
+    copied_engine: Path, weights: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == missing else found(name, *a))
+    with pytest.raises(BackendUnavailableError, match=rf"needs {missing}; `pip install 'visionfast\[build\]'`"):
+        certify_engine(copied_engine, model=weights)
+
+
+def test_outputs_that_the_task_does_not_have(copied_engine: Path, weights: Path) -> None:
+    spec = artifacts.read_manifest(copied_engine).spec
+    graph = spec.graphs[0]
+    renamed = dataclasses.replace(graph, outputs=(dataclasses.replace(graph.outputs[0], name="boxes"),))
+    before = _uncertified(copied_engine, spec=dataclasses.replace(spec, graphs=(renamed,)))
+    with pytest.raises(ManifestError, match="expected the outputs predictions for detect, got boxes"):
+        certify_engine(copied_engine, model=weights)
+    assert artifacts.read_manifest(copied_engine) == before
+
+
+def test_folders_without_images(tmp_path: Path) -> None:
+    (tmp_path / "folder.jpg").mkdir()
+    for folder in (tmp_path, tmp_path / "none", Path(__file__)):
+        with pytest.raises(CertificateError, match="expected a folder with images to certify on") as caught:
+            images_in(folder)
+        assert str(folder) in str(caught.value)
 
 
 # ---- what is certified is what is served ------------------------------------------------------------------

@@ -91,6 +91,15 @@ def test_a_bad_file_among_good_ones(home: Path, picture: Path, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+def test_names_with_line_breaks(home: Path, picture: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a\nb.png"
+    shutil.copy(picture, odd)
+    done = visionfast(home, "predict", "tiny", odd, tmp_path / "c\nd.png")
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [str(tmp_path / "a b.png")]
+    assert [line.startswith("visionfast: ") for line in done.stderr.splitlines()] == [True, True]
+
+
 def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -123,6 +132,12 @@ def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> 
         (("certify", "nothing"), ("nothing", "engine")),
         (("certify", "tiny", "--model", "nothing"), ("nothing", "models")),
         (("certify", "tiny", "--images", "."), ("images",)),
+        (("build", "--model", "tiny", "--imgsz", "²"), ("--imgsz ²",)),
+        (("build", "--model", "tiny", "--gpu", ""), ("TensorRT-RTX compiles for", "sm89")),
+        (("build", "--model", "tiny", "--gpu", "sm89", "--keep-fp32", "blocks.4,"), ("'blocks.4,'", "empty")),
+        (("build", "--model", "tiny", "--gpu", "sm89", "--keep-fp32", "blocks.4, blocks.99"), ("'blocks.99'",)),
+        (("build", "--model", "tiny", "--name", "../tiny"), ("'../tiny'",)),
+        (("show", "a\nb"), ("a b: no engine",)),
         (("fetch", "yolov9000"), ("yolov9000", "yolov8s-people")),
     ],
 )
@@ -176,6 +191,18 @@ def test_certify_records_what_it_found(home: Path, tmp_path: Path) -> None:
     _fails_in_one_line(failed, "the certificate failed", "engine.json says so")
     assert failed.stdout.splitlines()[0].startswith("certificate: failed")
     assert json.loads((engine / "engine.json").read_text())["certificate"]["status"] == "failed"
+
+
+def test_a_name_is_enough_where_one_engine_runs_here(home: Path, tmp_path: Path) -> None:
+    here = home / "engines/tiny/openvino-fp32-cpu-128x128-b1"
+    copied = shutil.copytree(here, tmp_path / "engines/tiny" / here.name)
+    elsewhere = shutil.copytree(here, tmp_path / "engines/tiny/tensorrt-fp16-sm10-128x128-b1")
+    document = json.loads((elsewhere / "engine.json").read_text()) | {"backend": "tensorrt", "device": "sm10"}
+    (elsewhere / "engine.json").write_text(json.dumps(document))
+    certified = visionfast(tmp_path, "certify", "tiny", "--model", home / "models/tiny/tiny.pt")
+    assert certified.returncode == 0, certified.stderr
+    assert certified.stdout.splitlines()[-1] == str(copied)
+    _fails_in_one_line(visionfast(tmp_path, "show", "tiny"), "2 engines", str(copied), str(elsewhere))
 
 
 def test_usage_errors_exit_with_two(home: Path) -> None:

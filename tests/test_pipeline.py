@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,17 @@ import pytest
 from PIL import Image
 
 from visionfast.backends.fake import FakeRunner
-from visionfast.errors import ImageError, ImageFormatError, ImageNotFoundError, OptionError
+from visionfast.errors import (
+    ImageError,
+    ImageFormatError,
+    ImageNotFoundError,
+    ManifestError,
+    OptionError,
+    SessionBusyError,
+)
 from visionfast.pipeline import Detector, Segmenter, open_engine
 from visionfast.preprocess import reference
+from visionfast.preprocess.nv12 import Nv12Frame
 from visionfast.types import Detections, GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
 
 _SIZE = (64, 96)
@@ -240,6 +250,45 @@ def test_wrong_calls() -> None:
         detector(_grey(1))
 
 
+def test_two_threads_that_ask_at_once_are_told_so() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        inside.set()
+        assert go_on.wait(30)
+        return _brightness(feeds)
+
+    answers: list[Detections] = []
+    with _detector(answer=slow) as detector:
+        first = threading.Thread(target=lambda: answers.extend(detector(_grey(200))))
+        first.start()
+        assert inside.wait(30)
+        with pytest.raises(SessionBusyError, match="open a session for each thread"):
+            detector(_grey(100))
+        go_on.set()
+        first.join()
+        assert _levels(answers) == [200]  # the second one's picture is not in it
+        assert _levels(detector(_grey(100))) == [100]
+        with pytest.raises(ImageError):
+            detector(b"not an image")
+        assert _levels(detector(_grey(150))) == [150]  # an error gives the session back
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (Nv12Frame([[0]], np.zeros((1, 1, 2), np.uint8)), "y: expected a numpy.ndarray on the host, got list"),
+        (Nv12Frame(np.zeros((2, 2), np.uint8), None), "uv: expected a numpy.ndarray on the host, got NoneType"),
+        (Nv12Frame(np.zeros((2, 2), np.uint8), np.zeros((1, 1, 2), np.uint8), matrix=[]), "matrix: expected one of"),  # type: ignore[arg-type]
+    ],
+)
+def test_frames_that_are_none(frame: Nv12Frame, says: str) -> None:
+    with _detector() as detector:
+        (answer,) = detector(frame, on_error="return")
+    assert isinstance(answer, ImageFormatError)
+    assert answer.reason.startswith(says)
+
+
 def test_the_task_decides_the_class() -> None:
     segment, detect = _spec(task="segment"), _spec()
     with pytest.raises(OptionError, match="fake: a model for segment; open it with Segmenter"):
@@ -267,6 +316,23 @@ def test_opening_engines(copied_engine: Path) -> None:
         Detector.open(copied_engine, conf=2)
     with pytest.raises(OptionError, match="a model for detect; open it with Detector"):
         Segmenter.open(copied_engine)
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "says"),
+    [
+        ("segment", "predictions", "expected the outputs predictions, prototypes for segment, got predictions"),
+        ("detect", "boxes", "expected the outputs predictions for detect, got boxes"),
+    ],
+)
+def test_a_manifest_whose_outputs_are_not_its_task_s(copied_engine: Path, task: str, output: str, says: str) -> None:
+    path = copied_engine / "engine.json"
+    document = json.loads(path.read_text())
+    document["spec"]["task"] = task
+    document["spec"]["graphs"][0]["outputs"][0]["name"] = output
+    path.write_text(json.dumps(document))
+    with pytest.raises(ManifestError, match=says):
+        open_engine(copied_engine)
 
 
 def _run_python(code: str, *arguments: str) -> str:

@@ -44,6 +44,21 @@ def test_an_engine_that_has_not_run(copied_engine: Path, shown: Callable[[], str
     assert ", on " not in shown()
 
 
+def test_a_manifest_s_words_are_words(copied_engine: Path, shown: Callable[[], str]) -> None:
+    manifest = artifacts.read_manifest(copied_engine)
+    proof = Certificate("passed", "[red]eager[/nope]", measures={"a_[/x]": 1.0}, images=({"error": "[/y]"},))
+    render.manifest(copied_engine, dataclasses.replace(manifest, certificate=proof))
+    text = shown()
+    for words in ("[red]eager[/nope]", "a [/x]", "left out: None: [/y]"):
+        assert words in text
+
+
+def test_a_home_with_brackets(shown: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VISIONFAST_HOME", str(tmp_path / "[red]"))
+    render.inventory()
+    assert shown().count(str(tmp_path / "[red]")) == 3
+
+
 def test_the_driver_is_named_where_there_is_one(shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     for version, line in ((13010, "driver   serves CUDA up to 13.1"), (0, "")):
         monkeypatch.setattr(machine, "driver_version", lambda version=version: version)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from visionfast._version import __version__
 
 if TYPE_CHECKING:
-    from visionfast.errors import ImageError, VisionfastError
+    from visionfast.errors import ImageError, SessionBusyError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
     from visionfast.preprocess.decode import DecodeLimits
@@ -33,6 +33,7 @@ __all__ = [
     "ModelSpec",
     "Nv12Frame",
     "Segmenter",
+    "SessionBusyError",
     "VisionfastError",
     "__version__",
     "open",
@@ -48,6 +49,7 @@ _HOMES = {
     "ModelSpec": "types",
     "Nv12Frame": "preprocess.nv12",
     "Segmenter": "pipeline",
+    "SessionBusyError": "errors",
     "VisionfastError": "errors",
     "open": "pipeline",
 }

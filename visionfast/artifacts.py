@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import types as pytypes
@@ -82,6 +83,15 @@ def _sha256(file: Any) -> str:
 # ---- writing ----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _reading(what: str | os.PathLike[str], kind: type[ArtifactError] = ArtifactError) -> Iterator[None]:
+    """What may not be read, a folder on the way to it among it, is the kind of error that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{error.filename or what}: cannot be read ({error.strerror})") from error
+
+
 def _reason(error: OSError) -> str:
     return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else (error.strerror or str(error))
 
@@ -122,8 +132,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     Raises:
         ArtifactError: the disk is full, or the folder cannot be written.
     """
-    new_parent = not target.parent.exists()
+    new_parent = False
     try:
+        new_parent = not target.parent.exists()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     except OSError as error:
@@ -220,11 +231,17 @@ def read_manifest(folder: Path, *, verify: bool = False) -> EngineManifest:
         ManifestError: it is missing, damaged, of another format, or does not describe the files beside it.
     """
     path = folder / MANIFEST_NAME
+    with _reading(path, ManifestError):
+        return _read_manifest(path, verify)
+
+
+def _read_manifest(path: Path, verify: bool) -> EngineManifest:
+    folder = path.parent
     try:
         document = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ManifestError(f"{folder}: expected an engine's folder, but there is no {MANIFEST_NAME} in it") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: damaged ({error}); build the engine again") from error
     if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
         raise ManifestError(f"{path}: expected format {_FORMAT}; build the engine again with this visionfast")
@@ -232,11 +249,28 @@ def read_manifest(folder: Path, *, verify: bool = False) -> EngineManifest:
         manifest: EngineManifest = _decode(EngineManifest, document, MANIFEST_NAME)
     except ManifestError as error:
         raise ManifestError(f"{path}: {error}; build the engine again") from None
+    if re.fullmatch(r"cpu|cuda|sm\d{2,3}", manifest.device, re.ASCII) is None:
+        raise ManifestError(
+            f"{path}: device: expected cpu, cuda or a GPU generation such as sm89, got {manifest.device!r}; "
+            "build the engine again"
+        )
+    pre = manifest.spec.preprocess
+    if min(pre.size_hw) < 1 or not 0 <= pre.pad_value <= 255 or not all(pre.std):
+        raise ManifestError(
+            f"{path}: preprocess: expected sides of at least 1 pixel, pad_value 0..255 and no std of 0, got {pre}; "
+            "build the engine again"
+        )
     if not manifest.spec.graphs:
         raise ManifestError(f"{path}: expected at least one graph, got none; build the engine again")
     for graph in manifest.spec.graphs:
         if not graph.inputs or not graph.outputs:
             raise ManifestError(f"{path}: graph {graph.name!r}: expected at least one input and output; build it again")
+        for tensor in (*graph.inputs, *graph.outputs):
+            if not tensor.shape or min(tensor.shape) < 1:
+                raise ManifestError(
+                    f"{path}: {tensor.name}: expected a shape of sides of at least 1, got {tensor.shape}; "
+                    "build the engine again"
+                )
         if graph.name not in manifest.files:
             raise ManifestError(f"{path}: no file for the graph {graph.name!r}; build the engine again")
     for name in manifest.files.values():
@@ -272,6 +306,11 @@ def find_model(reference: str) -> Path:
     Raises:
         ArtifactError: there is none; the message lists what is there.
     """
+    with _reading(reference):
+        return _find_model(reference)
+
+
+def _find_model(reference: str) -> Path:
     path = Path(reference)
     if path.is_file():
         return path
@@ -315,6 +354,11 @@ def find_engine(
     Raises:
         ArtifactError: there is none, or several; the message lists what is there.
     """
+    with _reading(reference):
+        return _find_engine(reference, usable)
+
+
+def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineManifest], bool]) -> Path:
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent

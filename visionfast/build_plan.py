@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ __all__ = ["MAX_BUILDS", "Exported", "Plan", "best_backend"]
 
 MAX_BUILDS = 24
 """Of engines, in the search for modules that have to stay FP32."""
-_NEEDED = ("torch", "onnx", "ultralytics")
 
 
 def best_backend() -> Backend:
@@ -111,12 +109,13 @@ class Plan:
         progress: Callable[[str], None] = lambda stage: None,
     ) -> Plan:
         """Decides what was left open, and reads the checkpoint; arguments and errors as for `build.build`."""
-        missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-        if missing:
+        if missing := machine.missing_packages("torch", "onnx", "ultralytics"):
             raise BackendUnavailableError(f"building needs {', '.join(missing)}; `pip install 'visionfast[build]'`")
         if not gpus:
             raise OptionError("gpus: expected at least one GPU generation, such as sm89, got none")
-        chosen = get_backend(backend or "tensorrt-rtx") if backend or gpus[0] else best_backend()
+        if name is not None and _plain_name(Path(f"{name}.pt")) != name:
+            raise OptionError(f"name {name!r}: expected letters, digits, '.', '_' and '-', not a '.' first")
+        chosen = get_backend(backend or "tensorrt-rtx") if backend or gpus[0] is not None else best_backend()
         state = chosen.availability()
         if not state.can_build:
             raise BackendUnavailableError(f"{chosen.name}: cannot build here: {state.reason}")
@@ -125,6 +124,11 @@ class Plan:
         if precision not in state.precisions:
             raise OptionError(
                 f"precision {precision}: {chosen.name} builds {', '.join(state.precisions)} on this machine"
+            )
+        if keep_fp32 and not (precision == "fp16" and chosen.typed_graphs):
+            raise OptionError(
+                f"keep_fp32 {', '.join(keep_fp32)}: expected an FP16 graph to keep them in, got {precision} with "
+                f"{chosen.name}; leave it out"
             )
         progress("reading the checkpoint")
         checkpoint = open_checkpoint(model, trust=trust_checkpoint)

@@ -24,9 +24,16 @@ from visionfast.agreement import TOLERANCES, combined, compare_detections, compa
 from visionfast.backends import get_backend
 from visionfast.backends.torch import TorchRunner
 from visionfast.checkpoint import open_checkpoint
-from visionfast.errors import ArtifactError, CertificateError, CheckpointError, ImageError
+from visionfast.errors import (
+    ArtifactError,
+    BackendUnavailableError,
+    CertificateError,
+    CheckpointError,
+    ImageError,
+    ManifestError,
+)
 from visionfast.families import LoadedModel, identify
-from visionfast.pipeline import Detector, Segmenter, open_engine
+from visionfast.pipeline import Detector, Segmenter, check_outputs, open_engine
 from visionfast.types import Certificate, EngineManifest, Precision, Runner
 
 __all__ = [
@@ -152,17 +159,23 @@ def certify_engine(
         ManifestError: the engine is damaged: its files are not those that it was built with.
         ArtifactError: the weights are not under models/, or engine.json cannot be written.
         CheckpointError: the weights are not those that the engine was built from, or cannot be used.
-        BackendError: this machine cannot run the engine.
+        BackendError: this machine cannot run the engine, or has no PyTorch to compare with.
         CertificateError: no image could be used.
     """
     progress("checking the engine's files")
     manifest = artifacts.read_manifest(folder, verify=True)
     get_backend(manifest.backend).check_runnable(manifest)
+    if missing := machine.missing_packages("torch", "ultralytics"):
+        raise BackendUnavailableError(
+            f"certifying compares with PyTorch and needs {', '.join(missing)}; `pip install 'visionfast[build]'`"
+        )
     progress("reading the checkpoint")
     checkpoint = open_checkpoint(_weights(manifest, model), trust=trust_checkpoint)
     loaded = identify(checkpoint).load(
         checkpoint, name=manifest.spec.name, size_hw=manifest.spec.preprocess.size_hw, batch=manifest.spec.batch
     )
+    check_outputs(folder, manifest)
+    _check_spec(folder, manifest, loaded)
     progress("certifying")
     samples = list(images) if images is not None else default_images()
     certificate = certify_files(loaded, folder, manifest, samples)
@@ -183,16 +196,34 @@ def _weights(manifest: EngineManifest, named: Path | None) -> Path:
             raise CheckpointError(f"{named}: cannot be read ({error.strerror})") from error
         if got != expected:
             raise CheckpointError(
-                f"{named}: expected the weights that the engine was built from, sha256 {expected}, got {got}"
+                f"{named}: expected the weights that the engine was built from, sha256 {expected}, got {got}; "
+                "name those, or build an engine from these"
             )
         return named
     for path in artifacts.model_files():
-        if artifacts.sha256_file(path) == expected:
-            return path
+        with contextlib.suppress(OSError):  # one that may not be read is not the one
+            if artifacts.sha256_file(path) == expected:
+                return path
     raise ArtifactError(
         f"{manifest.spec.name}: no file under {artifacts.models_home()} has the sha256 {expected} of the weights that "
         "the engine was built from; name it with --model"
     )
+
+
+def _check_spec(folder: Path, manifest: EngineManifest, loaded: LoadedModel) -> None:
+    """Raises `ManifestError` unless the engine is served with what its checkpoint says: the proof is for both."""
+    for name in ("family", "architecture", "task", "preprocess", "class_names", "strides"):
+        expected, got = getattr(loaded.spec, name), getattr(manifest.spec, name)
+        if got != expected:
+            raise ManifestError(
+                f"{folder / artifacts.MANIFEST_NAME}: spec.{name}: expected what the weights say, {_short(expected)}, "
+                f"got {_short(got)}; build the engine again"
+            )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def run_eager(model: LoadedModel, images: Sequence[Path]) -> None:
@@ -248,7 +279,10 @@ def images_in(folder: Path) -> list[Path]:
         CertificateError: there is none.
     """
     suffixes = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-    found = sorted(p for p in folder.iterdir() if p.suffix.lower() in suffixes) if folder.is_dir() else []
+    try:
+        found = sorted(p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
+    except OSError as error:
+        raise CertificateError(f"{folder}: expected a folder with images to certify on ({error.strerror})") from error
     if not found:
         raise CertificateError(f"{os.fspath(folder)}: expected a folder with images to certify on")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,8 +62,13 @@ def _is_usage_error(error: Exception) -> bool:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"visionfast: {message}", file=sys.stderr)
+    _complain(message)
     sys.exit(code)
+
+
+def _complain(message: str) -> None:
+    # A file's name may have line breaks in it.
+    print(f"visionfast: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def _version(shown: bool) -> None:
@@ -147,7 +153,7 @@ def build_verb(
             "batch": batch,
             "precision": precision,
             "images": None if images is None else images_in(images),
-            "keep_fp32": keep_fp32.split(",") if keep_fp32 else (),
+            "keep_fp32": _listed(keep_fp32) or (),
             "search": not no_search,
             "trust_checkpoint": trust_checkpoint,
             "name": name,
@@ -169,7 +175,7 @@ def build_verb(
         if one.manifest.certificate.status == "failed":
             complaints.append("the certificate failed: the engine is written, but it does not agree with PyTorch")
     for complaint in complaints:
-        print(f"visionfast: {complaint}", file=sys.stderr)
+        _complain(complaint)
     if complaints:
         raise typer.Exit(1)
 
@@ -191,8 +197,9 @@ def certify_verb(
     from visionfast import render
     from visionfast.artifacts import find_engine, find_model
     from visionfast.certify import certify_engine, images_in
+    from visionfast.pipeline import runs_here
 
-    folder = find_engine(engine)
+    folder = find_engine(engine, usable=runs_here)
     with render.stages() as progress:
         manifest = certify_engine(
             folder,
@@ -243,7 +250,7 @@ def predict_verb(
         conf=conf,
         iou=iou,
         max_det=max_det,
-        classes=[part.strip() for part in classes.split(",")] if classes else None,
+        classes=_listed(classes),
         class_agnostic=class_agnostic,
         limits=DecodeLimits(allow_truncated=allow_truncated),
     )
@@ -279,12 +286,22 @@ def doctor_verb() -> None:
     render.doctor()
 
 
+def _listed(text: str | None) -> list[str] | None:
+    """`a, b` → its names. An empty one is a slip of the keyboard, and to `build` it means the whole network."""
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise OptionError(f"{text!r}: expected names with commas between, got an empty one")
+    return names
+
+
 def _size(text: str | None) -> tuple[int, int] | None:
     """`640` or `384x640` (height x width) → (h, w) pixels."""
     if text is None:
         return None
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+    if len(parts) > 2 or not all(re.fullmatch("[0-9]{1,6}", part) for part in parts):
         raise OptionError(f"--imgsz {text}: expected a number of pixels, or height x width, such as 384x640")
     return int(parts[0]), int(parts[-1])
 

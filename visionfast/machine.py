@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import math
 import os
 import platform
@@ -18,6 +19,7 @@ __all__ = [
     "driver_version",
     "environment",
     "gpus",
+    "missing_packages",
     "platform_name",
     "usable_cpus",
 ]
@@ -101,6 +103,11 @@ def driver_version() -> int:
 def cuda_release(version: int) -> str:
     """As people write it: 13010 is `13.1`."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def missing_packages(*names: str) -> list[str]:
+    """Those of these top-level packages that are not installed; nothing is imported."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def platform_name() -> str:

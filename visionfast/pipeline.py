@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from visionfast import artifacts
 from visionfast.backends import DeviceEngine, get_backend
-from visionfast.errors import BackendError, ImageError, OptionError
+from visionfast.errors import BackendError, ImageError, ManifestError, OptionError
 from visionfast.postprocess.detections import check_options
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.sessions import ImageSource
 from visionfast.sessions.opening import open_session
 from visionfast.types import Detections, EngineManifest, ModelSpec, Runner
 
-__all__ = ["Detector", "ImageSource", "Segmenter", "open_engine"]
+__all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "open_engine", "runs_here"]
 
 _Self = TypeVar("_Self", bound="Detector")
 
@@ -114,7 +114,7 @@ class Detector:
             BackendError: this machine cannot run it.
             OptionError: an option does not exist or is out of its range.
         """
-        folder = artifacts.find_engine(engine, usable=_runs_here)
+        folder = artifacts.find_engine(engine, usable=runs_here)
         manifest = artifacts.read_manifest(folder)
         return cls._from_folder(folder, manifest, threads, device, options)
 
@@ -131,6 +131,7 @@ class Detector:
             raise OptionError(f"threads: expected at least 1, got {threads}")
         if unknown := sorted(set(options) - set(known := _option_names(cls))):
             raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+        check_outputs(folder, manifest)
         engine = _load(folder, manifest, threads, device)
         try:
             detector = cls(manifest.spec, engine, **options)
@@ -209,7 +210,7 @@ def open_engine(
     engine: str | os.PathLike[str], *, threads: int | None = None, device: str | None = None, **options: Any
 ) -> Detector:
     """Opens an engine as what its task needs, `Detector` or `Segmenter`; arguments and errors as `Detector.open`."""
-    folder = artifacts.find_engine(engine, usable=_runs_here)
+    folder = artifacts.find_engine(engine, usable=runs_here)
     manifest = artifacts.read_manifest(folder)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
@@ -230,12 +231,23 @@ def _load(folder: Path, manifest: EngineManifest, threads: int | None, device: s
     return backend.load_on(CudaDevice(index or 0), folder, manifest, graph)
 
 
-def _runs_here(manifest: EngineManifest) -> bool:
+def runs_here(manifest: EngineManifest) -> bool:
+    """Whether this machine can run an engine."""
     try:
         get_backend(manifest.backend).check_runnable(manifest)
     except (BackendError, OptionError):
         return False
     return True
+
+
+def check_outputs(folder: Path, manifest: EngineManifest) -> None:
+    """Raises `ManifestError` unless the first graph gives what the task's post-processing takes."""
+    expected = ["predictions", "prototypes"] if manifest.spec.task == "segment" else ["predictions"]
+    if (got := [tensor.name for tensor in manifest.spec.graphs[0].outputs]) != expected:
+        raise ManifestError(
+            f"{folder / artifacts.MANIFEST_NAME}: expected the outputs {', '.join(expected)} for {manifest.spec.task}, "
+            f"got {', '.join(got)}; build the engine again"
+        )
 
 
 def _option_names(opened: type[Detector]) -> list[str]:

@@ -46,26 +46,33 @@ def expand(sources: Sequence[str]) -> list[Path]:
     """Files, the images in directories, and what globs match, in the order given, each once.
 
     Raises:
-        OptionError: a directory without an image, or a glob that matches nothing.
+        OptionError: a directory without an image or that cannot be read, or a glob that matches nothing.
     """
     found: dict[Path, None] = {}
     for source in sources:
-        path = Path(source)
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES and p.is_file())
-            if not inside:
-                raise OptionError(f"{source}: expected a directory with images, found none in it")
-            found.update(dict.fromkeys(inside))
-        elif not path.exists() and glob.has_magic(source):
-            # Path.glob refuses absolute patterns.
-            matches = sorted(Path(p) for p in glob.glob(source, recursive=True))  # noqa: PTH207
-            matches = [p for p in matches if p.is_file()]
-            if not matches:
-                raise OptionError(f"{source}: expected a pattern that matches images, it matches nothing")
-            found.update(dict.fromkeys(matches))
-        else:
-            found[path] = None
+        try:
+            found.update(dict.fromkeys(_expanded(source)))
+        except OSError as error:
+            raise OptionError(f"{source}: cannot be read ({error.strerror})") from error
     return list(found)
+
+
+def _expanded(source: str) -> list[Path]:
+    path = Path(source)
+    # Unlike pathlib's, these raise nothing where a folder on the way is closed: such a file is that one image's error.
+    if os.path.isdir(path):  # noqa: PTH112
+        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES and p.is_file())
+        if not inside:
+            raise OptionError(f"{source}: expected a directory with images, found none in it")
+        return inside
+    if not os.path.exists(path) and glob.has_magic(source):  # noqa: PTH110
+        # Path.glob refuses absolute patterns.
+        matches = sorted(Path(p) for p in glob.glob(source, recursive=True))  # noqa: PTH207
+        matches = [p for p in matches if p.is_file()]
+        if not matches:
+            raise OptionError(f"{source}: expected a pattern that matches images, it matches nothing")
+        return matches
+    return [path]
 
 
 def run(detector: Detector, paths: Sequence[Path], *, save: Path | None, json_to: str | None) -> int:
@@ -89,9 +96,9 @@ def run(detector: Detector, paths: Sequence[Path], *, save: Path | None, json_to
                     _write_line(lines, record(path, answer, detector.class_names), json_to or "")
                 if isinstance(answer, ImageError):
                     bad += 1
-                    print(f"visionfast: {answer}", file=sys.stderr)
+                    print(_one_line(f"visionfast: {answer}"), file=sys.stderr)
                     continue
-                print(_sentence(path, answer, detector.class_names), file=words)
+                print(_one_line(_sentence(path, answer, detector.class_names)), file=words)
                 if save is not None:
                     _save(detector, path, answer, save / names[path])
     if bad:
@@ -123,6 +130,11 @@ def _sentence(path: Path, answer: Detections, class_names: Sequence[str]) -> str
     what = ", ".join(f"{count} {name}" for name, count in counted.items()) or "nothing found"
     h, w = answer.image_hw
     return f"{path}: {w}×{h}: {what} ({sum(answer.stage_ns.values()) / 1e6:.1f} ms)"
+
+
+def _one_line(text: str) -> str:
+    """A file's name may have line breaks in it."""
+    return " ".join(text.splitlines())
 
 
 def _picture_names(paths: Sequence[Path]) -> dict[Path, str]:

@@ -57,19 +57,19 @@ def certificate(manifest: EngineManifest) -> None:
     """The certificate as a small table: measured, allowed, verdict."""
     proof = manifest.certificate
     if proof.status not in ("passed", "failed"):
-        where = f"this machine cannot run {manifest.backend} for {manifest.device}"
+        where = escape(f"this machine cannot run {manifest.backend} for {manifest.device}")
         _out.print(f"certificate: {proof.status} ({where}; `visionfast certify` on one that can)")
         return
     colour = "green" if proof.status == "passed" else "red"
     images = len([entry for entry in proof.images if "error" not in entry])
-    _out.print(f"certificate: [{colour}]{proof.status}[/] on {images} images, against {proof.reference}")
+    _out.print(f"certificate: [{colour}]{proof.status}[/] on {images} images, against {escape(proof.reference)}")
     table = Table("measure", "measured", "allowed", box=None)
     for name, value in proof.measures.items():
         if name == "images":
             continue
         bound = proof.tolerances.get(name)
         allowed = "" if bound is None else f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
-        table.add_row(name.replace("_", " "), f"{value:.5g}", allowed)
+        table.add_row(escape(name.replace("_", " ")), f"{value:.5g}", allowed)
     _out.print(table)
     for path, reason in proof.kept.items():
         _out.print(f"kept in FP32: {escape(path)}: {escape(reason)}")
@@ -77,7 +77,7 @@ def certificate(manifest: EngineManifest) -> None:
         _out.print(f"search for modules to keep in FP32: {escape(proof.search)}")
     for entry in proof.images:
         if "error" in entry:
-            _out.print(f"left out: {escape(str(entry['file']))}: {escape(str(entry['error']))}")
+            _out.print(f"left out: {escape(str(entry.get('file')))}: {escape(str(entry['error']))}")
 
 
 def manifest(folder: Path, engine: EngineManifest) -> None:
@@ -121,7 +121,8 @@ def inventory() -> None:
     table = Table("model", "size", "licence", title="models", title_justify="left", box=None)
     for path in models:
         table.add_row(_near(path), f"{path.stat().st_size / 1e6:.1f} MB", escape(_card(path).get("license", "")))
-    _out.print(table if models else f"no models under {artifacts.models_home()}; `visionfast fetch` brings one")
+    none = f"no models under {escape(str(artifacts.models_home()))}; `visionfast fetch` brings one"
+    _out.print(table if models else none)
 
     folders = artifacts.engine_folders()
     table = Table("engine", "model", "certificate", "runs here", title="engines", title_justify="left", box=None)
@@ -132,15 +133,16 @@ def inventory() -> None:
             table.add_row(_near(folder), "", "", escape(f"no: {error}"))
             continue
         runs = _runs_here(engine) or "yes"
-        table.add_row(_near(folder), engine.spec.architecture, engine.certificate.status, escape(runs))
-    _out.print(table if folders else f"no engines under {artifacts.engines_home()}; `visionfast build` makes one")
+        table.add_row(_near(folder), escape(engine.spec.architecture), engine.certificate.status, escape(runs))
+    none = f"no engines under {escape(str(artifacts.engines_home()))}; `visionfast build` makes one"
+    _out.print(table if folders else none)
 
     root = artifacts.pipelines_home()
     pipelines = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
     for path in pipelines:
         _out.print(f"pipeline {escape(str(path))}")
     if not pipelines:
-        _out.print(f"no pipelines under {root}")
+        _out.print(f"no pipelines under {escape(str(root))}")
 
 
 def _near(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 from visionfast import artifacts, machine
 from visionfast.backends import get_backend
 from visionfast.build import build
-from visionfast.errors import BackendUnavailableError, OptionError
-from visionfast.pipeline import open_engine
+from visionfast.errors import BackendUnavailableError, IncompatibleEngineError, OptionError
+from visionfast.pipeline import open_engine, runs_here
 
 rtx = pytest.mark.skipif(
     not get_backend("tensorrt-rtx").availability().can_build,
@@ -92,3 +93,15 @@ def test_tensorrt_without_a_gpu(seeded_checkpoint: Callable[..., Path], engine_h
     with pytest.raises(BackendUnavailableError, match="`--backend tensorrt-rtx --gpu sm89` builds ahead of time"):
         get_backend("tensorrt").resolve_device(None)
     assert list(engine_home.rglob("*")) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_engines_are_for_a_gpu_generation(copied_engine: Path, backend: str, device: str) -> None:
+    manifest = dataclasses.replace(artifacts.read_manifest(copied_engine), backend=backend, device=device)
+    artifacts.write_manifest(copied_engine, manifest)
+    with pytest.raises(IncompatibleEngineError, match=f"device {device}: expected a GPU generation such as sm89 for"):
+        get_backend(backend).check_runnable(manifest)
+    assert not runs_here(manifest)
+    with pytest.raises((IncompatibleEngineError, OptionError), match=f"device {device}: expected a GPU generation"):
+        open_engine(copied_engine)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import re
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +23,7 @@ from visionfast.backends.device_runner import DeviceRunner
 from visionfast.backends.tensorrt_engine import TensorRtEngine
 from visionfast.backends.tensorrt_layers import parse_layers, precision_counts
 from visionfast.cuda import CudaDevice, Device
-from visionfast.errors import BackendUnavailableError, BuildError, OptionError
+from visionfast.errors import BackendUnavailableError, BuildError, IncompatibleEngineError, OptionError
 from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
 
 __all__ = ["TensorRtBackend", "TensorRtRtxBackend"]
@@ -77,8 +79,10 @@ class TensorRtBackend:
         # On by default, it would round what must stay FP32 to 10 bits: a quarter of a pixel in the box decode.
         config.clear_flag(trt.BuilderFlag.TF32)
         self._target(trt, config, request.device)
-        with logger.listening() as lines:
+        with logger.listening() as lines, _interruptible() as interrupted:
+            config.progress_monitor = monitor = _monitor(trt, interrupted)
             plan = builder.build_serialized_network(network, config)
+            del monitor  # the configuration holds no reference of its own
         # The builder answers None, and raises nothing, for whatever it cannot do.
         if plan is None:
             raise BuildError(f"{self.name}: no engine for {request.device}: {_one_line('; '.join(logger.errors))}")
@@ -87,6 +91,10 @@ class TensorRtBackend:
         return Compiled(request.graph, file, (file,), precision_counts(parse_layers("\n".join(lines))))
 
     def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> int | None:
+        if re.fullmatch(r"sm\d{2,3}", manifest.device, re.ASCII) is None:
+            raise IncompatibleEngineError(
+                f"device {manifest.device}: expected a GPU generation such as sm89 for {self.name}; build it again"
+            )
         package = self._package()
         here = machine_facts(self._version(), cuda_major(package))
         return check_engine(manifest, here=here, device_index=device_index)
@@ -149,7 +157,10 @@ class TensorRtRtxBackend(TensorRtBackend):
             gpu = here[0].sm
         known = self._capabilities(self._import())
         if gpu not in known:
-            raise OptionError(f"--gpu {gpu}: TensorRT-RTX compiles for {', '.join(known)}")
+            raise OptionError(
+                f"--gpu {gpu}: TensorRT-RTX compiles for {', '.join(known)}; "
+                "`--backend torch --gpu cuda` builds for every CUDA device"
+            )
         return gpu
 
     def _ahead_of_time(self) -> bool:
@@ -172,6 +183,45 @@ class TensorRtRtxBackend(TensorRtBackend):
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()) or "it gave no reason"
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Gives a question: did Ctrl-C come meanwhile? If so, it takes effect at the end of the block.
+
+    The compiler calls Python from inside, and drops the KeyboardInterrupt that arises in there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals are the main thread's
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        # None: the handler was not set from Python, and cannot be set back from it.
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _monitor(trt: Any, cancelled: Callable[[], bool]) -> Any:
+    """Lets a build be cancelled between its steps."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            pass
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return not cancelled()
+
+        def phase_finish(self, name: str) -> None:
+            pass
+
+    return Monitor()
 
 
 def _logger(trt: Any, module_name: str) -> Any:

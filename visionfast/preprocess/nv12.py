@@ -66,7 +66,7 @@ def yuv_to_rgb(matrix: YuvMatrix, full_range: bool = False) -> YuvToRgb:
     Raises:
         OptionError: another matrix.
     """
-    if matrix not in _LUMA_SHARES:
+    if matrix not in tuple(_LUMA_SHARES):  # also what cannot be hashed
         raise OptionError(f"matrix: expected one of {', '.join(_LUMA_SHARES)}, got {matrix!r}")
     if matrix == "bt601" and not full_range:
         return YuvToRgb(

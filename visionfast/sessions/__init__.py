@@ -74,10 +74,10 @@ def pixels_of(source: ImageSource, *, limits: DecodeLimits, name: str | None) ->
     """
     if not isinstance(source, Nv12Frame):
         return decode_image(source, limits=limits, name=name)  # type: ignore[arg-type]  # it says what it takes
-    if not (isinstance(source.y, np.ndarray) and isinstance(source.uv, np.ndarray)):
-        raise ImageFormatError(
-            name or "frame", f"expected planes of the kind numpy.ndarray on the host, got {type(source.y).__name__}"
-        )
+    for plane, pixels in (("y", source.y), ("uv", source.uv)):
+        if not isinstance(pixels, np.ndarray):
+            kind = type(pixels).__name__
+            raise ImageFormatError(name or "frame", f"{plane}: expected a numpy.ndarray on the host, got {kind}")
     try:
         limits.check_pixels((*source.y.shape, 0, 0)[:2], name or "frame")
         return nv12_to_rgb(source.y, source.uv, matrix=source.matrix, full_range=source.full_range)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter_ns
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ImageError
+from visionfast.errors import ImageError, SessionBusyError
 from visionfast.postprocess.detections import postprocess
 from visionfast.preprocess.cpu import CpuPreprocessor
 from visionfast.preprocess.limits import DecodeLimits
@@ -44,9 +45,25 @@ class HostSession:
             self._canvas if self._input.layout == "NHWC" else np.zeros(self._input.shape, self._input.dtype)
         )
         self._outputs: dict[str, npt.NDArray[Any]] = {}
+        self._owner = threading.Lock()
 
     def answer(self, images: Sequence[ImageSource], *, first: int, raises: bool) -> list[Detections | ImageError]:
         """As `Session.answer`."""
+        if not self._owner.acquire(blocking=False):
+            raise SessionBusyError("session: another thread is asking it; open a session for each thread")
+        try:
+            return self._batch(images, first, raises)
+        finally:
+            self._owner.release()
+
+    def raw(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: array.copy() for name, array in self._outputs.items()}
+
+    def close(self) -> None:
+        self._outputs = {}
+        self._runner.close()
+
+    def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> list[Detections | ImageError]:
         answers: list[Detections | ImageError | None] = [None] * len(images)
         placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
         for slot, source in enumerate(images):
@@ -61,13 +78,6 @@ class HostSession:
             for slot, (letterbox, stage_ns) in placed.items():
                 answers[slot] = self._answer(slot, letterbox, stage_ns | {"engine": engine_ns})
         return [answer for answer in answers if answer is not None]
-
-    def raw(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: array.copy() for name, array in self._outputs.items()}
-
-    def close(self) -> None:
-        self._outputs = {}
-        self._runner.close()
 
     def _place(self, source: ImageSource, slot: int, index: int) -> tuple[Letterbox, dict[str, int]]:
         started = perf_counter_ns()

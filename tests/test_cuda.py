@@ -26,7 +26,9 @@ def test_the_words_for_a_gpu(asked: str | None, index: int | None) -> None:
     assert gpu_index(asked) == index
 
 
-@pytest.mark.parametrize("asked", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA:0", "cuda:1 ", "cuda:٢", "", "0", "cpu"])
+@pytest.mark.parametrize(
+    "asked", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA:0", "cuda:1 ", "cuda:٢", "", "0", "cpu", 1]
+)
 def test_other_words_are_refused(asked: str) -> None:
     with pytest.raises(OptionError, match="expected cuda or cuda:N"):
         gpu_index(asked)

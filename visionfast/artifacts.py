@@ -18,12 +18,12 @@ import os
 import re
 import shutil
 import tempfile
-import types as pytypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from visionfast.errors import ArtifactError, ManifestError
+from visionfast.strict_json import decode
 from visionfast.types import EngineManifest
 
 __all__ = [
@@ -112,7 +112,7 @@ def atomic_write(path: Path, content: bytes) -> None:
         partial.chmod(0o666 & ~_umask())
         partial.replace(path)
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be written ({_reason(error)}); nothing was left there") from error
+        raise ArtifactError(f"{path}: cannot be written ({_reason(error)}); nothing half-written was left") from error
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         else:
             partial.rename(target)
     except OSError as error:
-        raise ArtifactError(f"{target}: cannot be written ({_reason(error)}); nothing was left there") from error
+        raise ArtifactError(f"{target}: cannot be written ({_reason(error)}); nothing half-written was left") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if new_parent:
@@ -163,55 +163,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
                 target.parent.rmdir()
 
 
-# ---- dataclass ↔ JSON -------------------------------------------------------------------------------------
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """`value` from JSON as the type `kind`; strict, so that a damaged or mistyped file is named, not guessed at."""
-    origin = get_origin(kind)
-    if kind is Any:
-        return value
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ManifestError(f"{where}: expected an object, got {type(value).__name__}")
-        hints = get_type_hints(kind)
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        if unknown := sorted(set(value) - set(fields)):
-            raise ManifestError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(fields))}")
-        for name, spec in fields.items():
-            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-            if required and name not in value:
-                raise ManifestError(f"{where}: the key {name!r} is missing")
-        made = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in value.items()}
-        return kind(**made)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ManifestError(f"{where}: expected a list, got {type(value).__name__}")
-        inner = get_args(kind)
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return tuple(_decode(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-        if len(value) != len(inner):
-            raise ManifestError(f"{where}: expected {len(inner)} values, got {len(value)}")
-        return tuple(_decode(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(inner, value, strict=True)))
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        if not isinstance(value, dict):
-            raise ManifestError(f"{where}: expected an object, got {type(value).__name__}")
-        item_kind = get_args(kind)[1]
-        return {name: _decode(item_kind, item, f"{where}.{name}") for name, item in value.items()}
-    if origin in (Union, pytypes.UnionType):
-        for option in get_args(kind):
-            with contextlib.suppress(ManifestError):
-                return None if option is type(None) and value is None else _decode(option, value, where)
-        raise ManifestError(f"{where}: {value!r} is none of {kind}")
-    if origin is not None:  # Literal
-        if value not in get_args(kind):
-            raise ManifestError(f"{where}: expected one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
-        return value
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ManifestError(f"{where}: expected {kind.__name__}, got {value!r}")
-    return value
+# ---- engine.json ------------------------------------------------------------------------------------------
 
 
 def write_manifest(folder: Path, manifest: EngineManifest) -> None:
@@ -246,7 +198,7 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
     if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
         raise ManifestError(f"{path}: expected format {_FORMAT}; build the engine again with this visionfast")
     try:
-        manifest: EngineManifest = _decode(EngineManifest, document, MANIFEST_NAME)
+        manifest: EngineManifest = decode(EngineManifest, document, MANIFEST_NAME)
     except ManifestError as error:
         raise ManifestError(f"{path}: {error}; build the engine again") from None
     if re.fullmatch(r"cpu|cuda|sm\d{2,3}", manifest.device, re.ASCII) is None:

@@ -173,6 +173,6 @@ def gpu_index(asked: str | None) -> int | None:
     """
     if asked is None:
         return None
-    if (match := _CUDA.fullmatch(asked)) is None:
+    if not isinstance(asked, str) or (match := _CUDA.fullmatch(asked)) is None:
         raise OptionError(f"device {asked!r}: expected cuda or cuda:N for an engine that was built for a GPU")
     return int(match[1]) if match[1] else None

@@ -86,7 +86,7 @@ class OpenVinoBackend:
             # OpenVINO calls a full disk an iostream error.
             full = shutil.disk_usage(request.folder).free < 1 << 20
             reason = "the disk is full" if full else _first_line(error)
-            raise BuildError(f"openvino: {reason}; nothing was left there") from error
+            raise BuildError(f"openvino: {reason}; nothing half-written was left") from error
         return Compiled(graph[1], file, (file, f"{request.graph.name}.bin"))
 
     def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:

@@ -149,10 +149,14 @@ class _Search:
             else:
                 waiting[:0] = smaller
         # QuickXplain infers from the sets that it asked about. Rounding is not monotone (more in FP32 is not always
-        # better), so the set itself, and the set without each of its members, are asked about.
+        # better), so the set itself, and the set without each of its members, are asked about; and where one of those
+        # passes, all over again for that one.
         self.passes(settled)
-        for module in self.best:
-            self.passes([other for other in self.best if other != module])
+        before: tuple[str, ...] = ()
+        while before != self.best:
+            before = self.best
+            for module in before:
+                self.passes([other for other in before if other != module])
 
     def passes(self, keep: Sequence[str]) -> bool:
         """Whether an engine with these in FP32 passes; each set is built once."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,3 +163,24 @@ def test_threads_are_not_more_than_may_be_used(copied_engine: Path) -> None:
     with _load(copied_engine, threads=None) as runner:
         assert 1 <= runner._compiled.get_property("INFERENCE_NUM_THREADS") <= (os.cpu_count() or 1)
         assert runner._compiled.get_property("INFERENCE_PRECISION_HINT") == openvino.Type.f32
+
+
+_CLOSED_ELSEWHERE = """
+import signal, sys, threading
+from visionfast.pipeline import open_engine
+
+detectors = [open_engine(sys.argv[1], threads=1)]  # the main thread loads the CPU plugin
+closing = threading.Thread(target=lambda: detectors.pop().close())
+closing.start()
+closing.join()
+signal.signal(signal.SIGINT, lambda number, frame: print("handled"))
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_signal_after_an_engine_was_closed_by_another_thread(built_engine: Any, seeded_checkpoint: Any) -> None:
+    """OpenVINO's plugin, unloaded by another thread, leaves the main one without the stack that its signals use."""
+    folder = built_engine(seeded_checkpoint("detect", 3), backend="openvino")
+    command = [sys.executable, "-X", "faulthandler", "-c", _CLOSED_ELSEWHERE, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

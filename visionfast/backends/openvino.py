@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import shutil
@@ -42,6 +43,21 @@ def _import_openvino() -> Any:
     return openvino
 
 
+def _core() -> Any:
+    return _kept_core(_import_openvino())
+
+
+@functools.cache
+def _kept_core(openvino: Any) -> Any:
+    """The one that this process uses, and keeps to its end.
+
+    The CPU plugin gives the thread that loads it a larger stack for signals, and takes it back when it is unloaded
+    (OpenVINO 2026.4). Unloaded by another thread, it leaves the first one a stack that is gone, and the next signal,
+    Ctrl-C say, ends the process by SIGSEGV. So it is not unloaded.
+    """
+    return openvino.Core()
+
+
 def _cpu_precisions(core: Any) -> tuple[Precision, ...]:
     """Those that this processor computes in; OpenVINO would fall back to FP32 for the others without a word."""
     able = set(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
@@ -58,7 +74,7 @@ class OpenVinoBackend:
     def availability(self) -> Availability:
         try:
             version = importlib.metadata.version("openvino")
-            precisions = _cpu_precisions(_import_openvino().Core())
+            precisions = _cpu_precisions(_core())
         except (importlib.metadata.PackageNotFoundError, BackendError):
             return Availability("", False, False, "not installed: pip install 'visionfast[openvino]'", ())
         return Availability(version, True, True, "", precisions)
@@ -74,7 +90,7 @@ class OpenVinoBackend:
     def compile(self, request: CompileRequest) -> Compiled:
         """Reads the ONNX, takes `u8 NHWC` images in and normalises inside, and saves `<graph>.xml` and `.bin`."""
         ov = _import_openvino()
-        core = ov.Core()
+        core = _core()
         if request.precision not in (able := _cpu_precisions(core)):
             raise BuildError(f"precision {request.precision}: this CPU computes {', '.join(able)}; choose one of them")
         try:
@@ -90,10 +106,10 @@ class OpenVinoBackend:
         return Compiled(graph[1], file, (file, f"{request.graph.name}.bin"))
 
     def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:
-        ov = _import_openvino()
+        core = _core()
         if manifest.device != "cpu":
             raise IncompatibleEngineError(f"device {manifest.device}: expected an engine for the cpu; build it again")
-        if manifest.precision not in (able := _cpu_precisions(ov.Core())):
+        if manifest.precision not in (able := _cpu_precisions(core)):
             raise IncompatibleEngineError(
                 f"precision {manifest.precision}: this CPU computes {', '.join(able)}; build again with one of them"
             )
@@ -154,7 +170,7 @@ class OpenVinoRunner(GraphRunner):
             "NUM_STREAMS": 1,
         }
         cache = _cache_folder(path.parent, precision, threads, ov.__version__)
-        core = ov.Core()
+        core = _core()
         try:
             try:
                 compiled = core.compile_model(path, "CPU", config | ({"CACHE_DIR": str(cache)} if cache else {}))

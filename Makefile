@@ -12,10 +12,12 @@ STAMP := .venv/installed
 .DELETE_ON_ERROR:
 
 # pip writes its progress here; the stamp is made anew when what is to be installed changes.
+# editable_mode=compat: found from the checkout's parent folder too, which has a folder of the package's name.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--config-settings editable_mode=compat --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -4,9 +4,9 @@ It uses what is there of torch, Triton, DALI, TensorRT and TensorRT-RTX and name
 the device, asks no network for anything, and keeps what it has found after every check. Exit code 1 when something is
 wrong or could not be done; a missed goal is shown, and is no fault.
 
-    python benchmarks/gpu_check.py                    # every check, 5 minutes at most
-    python benchmarks/gpu_check.py --only masks       # one of them
-    python benchmarks/gpu_check.py --rehearse         # all of it without a GPU: no figure is a measurement
+    .venv/bin/python benchmarks/gpu_check.py                    # every check, 5 minutes at most
+    .venv/bin/python benchmarks/gpu_check.py --only masks       # one of them
+    .venv/bin/python benchmarks/gpu_check.py --rehearse         # all of it without a GPU: no figure is a measurement
 """
 
 from __future__ import annotations

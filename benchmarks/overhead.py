@@ -5,7 +5,7 @@ untimed (the caches and thread pools that the previous one left behind are not i
 same encoded JPEG; the bare engine gets a ready tensor. A ratio of medians says how fast; the ratios within the
 rounds say how sure that is.
 
-    python benchmarks/overhead.py --weights yolov8s.pt --weights-n yolov8n.pt --json overhead.raw.json
+    .venv/bin/python benchmarks/overhead.py --weights yolov8s.pt --weights-n yolov8n.pt --json overhead.raw.json
 """
 
 from __future__ import annotations

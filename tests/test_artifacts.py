@@ -301,9 +301,11 @@ def test_find_engine(engine_home: Path, tmp_path: Path) -> None:
     second = first.parent / "two"
     second.mkdir()
     artifacts.write_manifest(second, dataclasses.replace(_manifest(), precision="bf16"))
-    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: .*one, .*two"):
+    for folder in (first, second):
+        (folder / "model.bin").write_bytes(b"weights")
+    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: \S+one, \S+two$"):
         artifacts.find_engine("small")
-    with pytest.raises(ArtifactError, match=r"other: no engine there \(engines here: .*one, .*two\)"):
+    with pytest.raises(ArtifactError, match=r"other: no engine there \(engines here: small\); "):
         artifacts.find_engine("other")
     weights = tmp_path / "w.pt"
     weights.touch()
@@ -313,3 +315,22 @@ def test_find_engine(engine_home: Path, tmp_path: Path) -> None:
     (first.parent / ".two.half").mkdir()
     artifacts.write_manifest(first.parent / ".two.half", _manifest())
     assert artifacts.engine_folders() == [first, second]
+
+
+def test_a_model_with_several_engines(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(engine_home)
+    for device in ("sm120", "sm75", "sm89"):
+        folder = engine_home / "engines" / "small" / device
+        folder.mkdir(parents=True)
+        (folder / "model.bin").write_bytes(b"weights")
+        artifacts.write_manifest(folder, dataclasses.replace(_manifest(), device=device))
+    assert [folder.name for folder in artifacts.engine_folders()] == ["sm75", "sm89", "sm120"]
+    with pytest.raises(ArtifactError) as some:
+        artifacts.find_engine("small", usable=lambda manifest: manifest.device != "sm89")
+    assert str(some.value) == (
+        "small: 3 engines are there, 2 of them run here; give one of: engines/small/sm75, engines/small/sm120"
+    )
+    with pytest.raises(ArtifactError, match="small: 3 engines are there, and none runs here; `visionfast list`"):
+        artifacts.find_engine("small", usable=lambda manifest: False)
+    only = artifacts.find_engine("small", usable=lambda manifest: manifest.device == "sm89")
+    assert only.name == "sm89"

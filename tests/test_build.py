@@ -132,6 +132,16 @@ def test_wrong_options(
     assert _files(engine_home) == []
 
 
+def test_a_runtime_that_chooses_precisions_itself(seeded_checkpoint: Callable[..., Path], engine_home: Path) -> None:
+    if "bf16" not in get_backend("openvino").availability().precisions:
+        pytest.skip("this processor does not compute BF16")
+    with pytest.raises(
+        OptionError, match="keep_fp32: openvino chooses each layer's precision itself; use tensorrt-rtx"
+    ):
+        build(seeded_checkpoint("detect", 3), backend="openvino", precision="bf16", keep_fp32=["blocks.4"])
+    assert _files(engine_home) == []
+
+
 def test_what_is_not_a_checkpoint(engine_home: Path, tmp_path: Path) -> None:
     import torch
 

@@ -43,6 +43,7 @@ def test_an_engine_for_each(seeded_checkpoint: Callable[..., Path], engine_home:
     ]
     if not machine.gpus():
         assert {m.certificate.status for m in manifests} == {"not yet run on a device"}
+        assert not [stage for stage in stages if stage.startswith("certifying")]
     # One at a time is the same; not its bytes: TensorRT-RTX 1.7 writes two outputs in an order that changes.
     _, alone = build(checkpoint, gpu="sm89", size_hw=(64, 64))
     assert (alone.spec, alone.onnx_sha256) == (manifests[2].spec, manifests[2].onnx_sha256)

@@ -91,6 +91,20 @@ def test_a_bad_file_among_good_ones(home: Path, picture: Path, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+def test_pictures_of_one_name_do_not_overwrite_one_another(home: Path, picture: Path, tmp_path: Path) -> None:
+    sources = [tmp_path / name for name in ("a/x.png", "b/x.png", "c/x-2.png", "d/x.png")]
+    for source in sources:
+        source.parent.mkdir()
+        shutil.copy(picture, source)
+    done = visionfast(home, "predict", "tiny", *sources, "--save", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["x-2-2.jpg", "x-2.jpg", "x-3.jpg", "x.jpg"]
+
+
+def test_one_bad_file_alone_is_one_line(home: Path, tmp_path: Path) -> None:
+    _fails_in_one_line(visionfast(home, "predict", "tiny", tmp_path / "missing.jpg"), "missing.jpg")
+
+
 def test_names_with_line_breaks(home: Path, picture: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a\nb.png"
     shutil.copy(picture, odd)
@@ -202,7 +216,11 @@ def test_a_name_is_enough_where_one_engine_runs_here(home: Path, tmp_path: Path)
     certified = visionfast(tmp_path, "certify", "tiny", "--model", home / "models/tiny/tiny.pt")
     assert certified.returncode == 0, certified.stderr
     assert certified.stdout.splitlines()[-1] == str(copied)
-    _fails_in_one_line(visionfast(tmp_path, "show", "tiny"), "2 engines", str(copied), str(elsewhere))
+    assert str(copied) in visionfast(tmp_path, "show", "tiny").stdout
+    shutil.copytree(here, tmp_path / "engines/tiny/second")
+    several = visionfast(tmp_path, "show", "tiny")
+    _fails_in_one_line(several, f"3 engines are there, 2 of them run here; give one of: engines/tiny/{here.name}, ")
+    assert elsewhere.name not in several.stderr
 
 
 def test_usage_errors_exit_with_two(home: Path) -> None:
@@ -224,7 +242,14 @@ def test_list_show_and_doctor(home: Path) -> None:
     shown = visionfast(home, "show", "tiny").stdout
     assert "yolov8n" in shown
     assert "passed" in shown
-    assert "openvino" in visionfast(home, "doctor").stdout
+    assert "openvino does not tell" in shown
+    doctor = visionfast(home, "doctor").stdout
+    assert "openvino" in doctor
+    assert f"PyTorch  {torch.__version__.split('+')[0]}" in doctor
+    assert [line.split()[0] for line in doctor.splitlines() if line.startswith(("Triton ", "DALI "))] == [
+        "Triton",
+        "DALI",
+    ]
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,3 +65,21 @@ def test_the_driver_is_named_where_there_is_one(shown: Callable[[], str], monkey
         monkeypatch.setattr(machine, "driver_version", lambda version=version: version)
         render.doctor()
         assert [text for text in shown().splitlines() if text.startswith("driver")] == ([line] if line else [])
+
+
+def test_the_licence_on_the_card_beside_the_checkpoint_s(copied_engine: Path, shown: Callable[[], str]) -> None:
+    engine = artifacts.read_manifest(copied_engine)
+    engine = dataclasses.replace(engine, spec=dataclasses.replace(engine.spec, license="AGPL-3.0"))
+    folder = artifacts.models_home() / "small"
+    folder.mkdir(parents=True)
+    (folder / "small.pt").touch()
+    both = "the checkpoint claims AGPL-3.0; its card says Apache-2.0"
+    for sha256, says, named in (
+        (engine.weights_sha256, "Apache-2.0", both),
+        (engine.weights_sha256, "AGPL-3.0", "AGPL-3.0"),
+        ("0" * 64, "Apache-2.0", "AGPL-3.0"),  # the card of other weights
+    ):
+        (folder / "card.json").write_text(json.dumps({"license": says, "sha256": sha256}))
+        render.manifest(copied_engine, engine)
+        (line,) = [line for line in shown().splitlines() if line.strip().startswith("licence")]
+        assert line.split("licence", 1)[1].strip() == named

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ __all__ = [
     "home",
     "model_files",
     "models_home",
+    "near",
     "pipelines_home",
     "read_manifest",
     "sha256_file",
@@ -245,6 +246,13 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
 # ---- finding ----------------------------------------------------------------------------------------------
 
 
+def near(path: Path) -> str:
+    """As it would be typed from the working directory."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
 def model_files() -> list[Path]:
     """Every weights file under models/, sorted."""
     root = models_home()
@@ -289,11 +297,22 @@ def _find_model(reference: str) -> Path:
 
 
 def engine_folders() -> list[Path]:
-    """Every folder with an engine.json under engines/, sorted."""
+    """Every folder with an engine.json under engines/, sorted, numbers in their names by size."""
     root = engines_home()
     if not root.is_dir():
         return []
-    return sorted(p.parent for p in root.glob(f"*/*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
+    return _engines(root.glob(f"*/*/{MANIFEST_NAME}"))
+
+
+def _engines(manifests: Iterable[Path]) -> list[Path]:
+    """The folders of these engine.json, sorted, but for those that are being written."""
+
+    def key(folder: Path) -> list[list[str | int]]:
+        # sm75 before sm120: what re.split captured, every second part, is a number
+        split = [re.split("([0-9]+)", part) for part in folder.parts]
+        return [[int(part) if i % 2 else part for i, part in enumerate(parts)] for parts in split]
+
+    return sorted((p.parent for p in manifests if not p.parent.name.startswith(".")), key=key)
 
 
 def find_engine(
@@ -301,7 +320,7 @@ def find_engine(
 ) -> Path:
     """The engine's folder that `reference` names: its path, its engine.json, or a model's name.
 
-    A model's name is enough where it has one engine, or one that is `usable`.
+    A model's name is enough where it has one engine, or one that is `usable`: that runs here.
 
     Raises:
         ArtifactError: there is none, or several; the message lists what is there.
@@ -321,15 +340,21 @@ def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineMani
     if named.is_dir():
         if (named / MANIFEST_NAME).is_file():
             return named
-        inside = sorted(p.parent for p in named.glob(f"*/{MANIFEST_NAME}") if not p.parent.name.startswith("."))
+        inside = _engines(named.glob(f"*/{MANIFEST_NAME}"))
         able = [folder for folder in inside if len(inside) > 1 and _is_usable(folder, usable)]
         if len(inside) == 1 or len(able) == 1:
             return (able or inside)[0]
+        if able:
+            count = "" if len(able) == len(inside) else f", {len(able)} of them run here"
+            names = ", ".join(map(near, able))
+            raise ArtifactError(f"{text}: {len(inside)} engines are there{count}; give one of: {names}")
         if inside:
-            raise ArtifactError(f"{text}: {len(inside)} engines are there; give one of: " + ", ".join(map(str, inside)))
+            raise ArtifactError(
+                f"{text}: {len(inside)} engines are there, and none runs here; `visionfast list` says why"
+            )
     if path.is_file() and path.suffix in MODEL_SUFFIXES:
         raise ArtifactError(f"{text}: expected an engine, got weights; `visionfast build --model {text}` makes one")
-    here = ", ".join(str(p) for p in engine_folders()) or "none yet"
+    here = ", ".join(dict.fromkeys(p.parent.name for p in engine_folders())) or "none yet"
     raise ArtifactError(f"{text}: no engine there (engines here: {here}); `visionfast build --model …` makes one")
 
 

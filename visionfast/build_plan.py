@@ -125,7 +125,12 @@ class Plan:
             raise OptionError(
                 f"precision {precision}: {chosen.name} builds {', '.join(state.precisions)} on this machine"
             )
-        if keep_fp32 and not (precision == "fp16" and chosen.typed_graphs):
+        if keep_fp32 and precision != "fp32" and not chosen.typed_graphs:
+            raise OptionError(
+                f"keep_fp32: {chosen.name} chooses each layer's precision itself; use tensorrt-rtx or torch, "
+                "or leave it out"
+            )
+        if keep_fp32 and precision != "fp16":
             raise OptionError(
                 f"keep_fp32 {', '.join(keep_fp32)}: expected an FP16 graph to keep them in, got {precision} with "
                 f"{chosen.name}; leave it out"
@@ -175,16 +180,15 @@ class Plan:
         layers: Counter[str] = Counter()
         for item in exported:
             self.progress(f"compiling {item.graph.name} with {self.backend.name}{self._for(device)}")
-            module = self.model.modules[item.graph.name]
             request = CompileRequest(
-                item.graph,
-                item.path,
-                module,
-                self.model.spec.preprocess,
-                self.precision,
-                item.islands,
-                device,
-                folder,
+                graph=item.graph,
+                onnx_path=item.path,
+                module=self.model.modules[item.graph.name],
+                preprocess=self.model.spec.preprocess,
+                precision=self.precision,
+                keep_fp32=item.islands,
+                device=device,
+                folder=folder,
             )
             compiled = self.backend.compile(request)
             graphs.append(compiled.graph)
@@ -214,11 +218,11 @@ class Plan:
 
     def certified(self, manifest: EngineManifest, folder: Path) -> EngineManifest:
         """With its certificate where this machine can run it."""
-        self.progress(f"certifying{self._for(manifest.device)}")
         try:
             self.backend.check_runnable(manifest)
         except BackendError:
             return manifest
+        self.progress(f"certifying{self._for(manifest.device)}")
         return replace(manifest, certificate=certify_files(self.model, folder, manifest, self.images))
 
     def build(self, device: str, exported: Sequence[Exported]) -> tuple[Path, EngineManifest]:

@@ -273,8 +273,9 @@ def show_verb(engine: _EngineArgument) -> None:
     """An engine's manifest and certificate."""
     from visionfast import render
     from visionfast.artifacts import find_engine, read_manifest
+    from visionfast.pipeline import runs_here
 
-    folder = find_engine(engine)
+    folder = find_engine(engine, usable=runs_here)
     render.manifest(folder, read_manifest(folder, verify=True))
 
 

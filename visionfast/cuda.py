@@ -151,7 +151,8 @@ class CudaDevice:
 
 
 def _own_stream(owner: object, index: int, draw: Callable[[], Any]) -> Any:
-    """A stream that no other living `owner` on device `index` has: what two put on one would be one's graph."""
+    """A stream that no other living `owner` on device `index` has: on a shared one, a session would capture another's
+    work into its graph."""
     with _TAKING:
         for attempt in range(4 * _STREAMS):  # others draw from the pool too
             if attempt == 2 * _STREAMS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -20,6 +22,7 @@ __all__ = [
     "environment",
     "gpus",
     "missing_packages",
+    "package_version",
     "platform_name",
     "usable_cpus",
 ]
@@ -108,6 +111,14 @@ def cuda_release(version: int) -> str:
 def missing_packages(*names: str) -> list[str]:
     """Those of these top-level packages that are not installed; nothing is imported."""
     return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def package_version(*names: str) -> str:
+    """Of the first of these distributions that is installed, as PyPI spells them; empty where none is."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
 
 
 def platform_name() -> str:

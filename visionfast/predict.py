@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -101,7 +102,7 @@ def run(detector: Detector, paths: Sequence[Path], *, save: Path | None, json_to
                 print(_one_line(_sentence(path, answer, detector.class_names)), file=words)
                 if save is not None:
                     _save(detector, path, answer, save / names[path])
-    if bad:
+    if bad and len(paths) > 1:  # of a single file, all is said
         print(f"visionfast: {bad} of {len(paths)} images could not be answered", file=sys.stderr)
     return bad
 
@@ -139,12 +140,14 @@ def _one_line(text: str) -> str:
 
 def _picture_names(paths: Sequence[Path]) -> dict[Path, str]:
     """`bus.jpg` → `bus.jpg`; files of one name from several folders are numbered, none is overwritten."""
-    taken: Counter[str] = Counter()
-    names = {}
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))  # a stem's, counted on
     for path in paths:
-        taken[path.stem] += 1
-        number = taken[path.stem]
-        names[path] = f"{path.stem}.jpg" if number == 1 else f"{path.stem}-{number}.jpg"
+        stem = path.stem
+        tried = (f"{stem}.jpg" if number == 1 else f"{stem}-{number}.jpg" for number in numbers[stem])
+        names[path] = next(name for name in tried if name not in taken)
+        taken.add(names[path])
     return names
 
 

@@ -88,7 +88,7 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
     rows = {
         "engine": str(folder),
         "model": f"{spec.architecture} ({spec.task}), weights sha256 {engine.weights_sha256[:16]}…",
-        "licence": spec.license or "not stated in the checkpoint",
+        "licence": _licence(engine),
         "classes": names,
         "input": f"{spec.batch} × {h}×{w}, "
         + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
@@ -96,7 +96,8 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
         + (f", on {engine.platform}" if engine.platform else ""),
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
-        "layers": ", ".join(f"{count} give {dtype}" for dtype, count in engine.layers.items()) or "not told",
+        "layers": ", ".join(f"{count} give {dtype}" for dtype, count in engine.layers.items())
+        or f"{engine.backend} does not tell",
         "files": ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in engine.sha256),
         "built": f"{engine.created} by visionfast {engine.visionfast_version}",
         "runs here": _runs_here(engine) or "yes",
@@ -105,6 +106,16 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         table.add_row(key, escape(value))
     _out.print(table)
     certificate(engine)
+
+
+def _licence(engine: EngineManifest) -> str:
+    """What the checkpoint claims, and what the card that was fetched with it says where that differs."""
+    claimed = engine.spec.license
+    cards = [_card(path) for path in artifacts.model_files()]
+    said = next((str(c.get("license", "")) for c in cards if c.get("sha256") == engine.weights_sha256), "")
+    if not said or said == claimed:
+        return claimed or "not stated in the checkpoint"
+    return f"the checkpoint claims {claimed or 'none'}; its card says {said}"
 
 
 def _runs_here(engine: EngineManifest) -> str:
@@ -146,10 +157,7 @@ def inventory() -> None:
 
 
 def _near(path: Path) -> str:
-    """As it would be typed from the working directory."""
-    with contextlib.suppress(ValueError):
-        return escape(str(path.relative_to(Path.cwd())))
-    return escape(str(path))
+    return escape(artifacts.near(path))
 
 
 def _card(path: Path) -> dict[str, str]:
@@ -172,6 +180,15 @@ def doctor() -> None:
     if driver := machine.driver_version():
         _out.print(f"driver   serves CUDA up to {machine.cuda_release(driver)}")
     _out.print(f"Python   {platform.python_version()}, {platform.system()} {platform.machine()}")
+    torch, triton = machine.package_version("torch"), machine.package_version("triton")
+    dali = machine.package_version("nvidia-dali-cuda130", "nvidia-dali-cuda120")
+    if torch and machine.gpus():
+        cuda = ", built without CUDA: it cannot use the GPU" if "+cpu" in torch else ""
+    else:
+        cuda = ", on the CPU" if torch else ""
+    _out.print(f"PyTorch  {torch or 'not installed: builds need it, and every GPU session'}{cuda}")
+    _out.print(f"Triton   {triton or 'not installed: a GPU session needs it'}")
+    _out.print(f"DALI     {dali or 'not installed: a GPU session decodes on the CPU'}")
     table = Table("backend", "version", "builds here", "runs here", "precisions", "what is missing", box=None)
     for name in BACKENDS:
         try:

@@ -357,6 +357,37 @@ def test_two_threads_are_an_error_and_not_a_race() -> None:
         assert_same(detector(image)[0], alone)
 
 
+def test_closing_waits_for_whoever_is_asking() -> None:
+    model = spec()
+    entered, leave = threading.Event(), threading.Event()
+    armed: list[bool] = []
+
+    def slow(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if armed:
+            entered.set()
+            assert leave.wait(20)
+        return network(model, feeds)
+
+    engine = RecordingEngine(model.graphs[0], RecordingDevice(), slow)
+    detector = Detector(model, engine, conf=0.6, graph=False)
+    armed.append(True)
+    answers: list[Detections] = []
+    asking = threading.Thread(target=lambda: answers.extend(detector(pictures((64, 96)))))
+    closing = threading.Thread(target=detector.close)
+    asking.start()
+    assert entered.wait(20)
+    closing.start()
+    closing.join(0.2)
+    assert engine.closed == 0
+    leave.set()
+    asking.join(20)
+    closing.join(20)
+    assert engine.closed == 1
+    assert len(answers) == 1
+    with pytest.raises(BackendError, match="it is closed; open the engine again"):
+        detector.raw()
+
+
 def test_a_failing_engine_leaves_a_session_that_works() -> None:
     model = spec()
     detector, engine = on_device(model, conf=0.6, graph=False)

@@ -151,6 +151,16 @@ def test_damage_inside_a_scan_is_found_while_the_engine_works(opened: Any) -> No
     assert made.levels([good, good]) == made.levels([good])[:1] * 2
 
 
+def test_the_first_images_error_is_raised_whoever_finds_it(opened: Any) -> None:
+    made = opened(3)
+    with pytest.raises(ImageTruncatedError) as caught:
+        made.detector([_encoded(_grey(1)), _damaged_jpeg(), b"no image"])
+    assert caught.value.source == "image 1"
+    with pytest.raises(ImageFormatError) as other:
+        made.detector([b"no image", _damaged_jpeg()])
+    assert other.value.source == "image 0"
+
+
 def test_without_the_check_it_is_answered_as_it_looks(opened: Any) -> None:
     made = opened(1, check_scans=False)
     assert isinstance(made.levels([_damaged_jpeg()])[0], int)

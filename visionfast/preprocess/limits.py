@@ -31,7 +31,8 @@ class DecodeLimits:
         if n_bytes > self.max_bytes:
             raise ImageTooLargeError(
                 name,
-                f"expected at most {self.max_bytes} bytes, got {n_bytes}; raise max_bytes or shrink the file",
+                f"expected at most {self.max_bytes} bytes, got {n_bytes}; "
+                "shrink the file, or in Python raise DecodeLimits.max_bytes",
             )
 
     def check_pixels(self, image_hw: tuple[int, int], name: str) -> None:
@@ -43,5 +44,5 @@ class DecodeLimits:
             raise ImageTooLargeError(
                 name,
                 f"expected at most {self.max_pixels} pixels, got {width}×{height} = {width * height}; "
-                "raise max_pixels or shrink the image",
+                "shrink the image, or in Python raise DecodeLimits.max_pixels",
             )

@@ -6,14 +6,16 @@ one that threads share.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ImageError, ImageFormatError, OptionError, ShapeError
+from visionfast.errors import BackendError, ImageError, ImageFormatError, OptionError, SessionBusyError, ShapeError
 from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
@@ -22,7 +24,7 @@ from visionfast.types import Detections
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ImageSource", "Session", "pixels_of", "source_name"]
+__all__ = ["ImageSource", "Owner", "Session", "pixels_of", "source_name"]
 
 ImageSource: TypeAlias = (
     "str | os.PathLike[str] | bytes | bytearray | memoryview | npt.NDArray[np.uint8] | Nv12Frame | torch.Tensor"
@@ -59,6 +61,33 @@ class Session(Protocol):
     def close(self) -> None:
         """Frees the engine and the buffers; closing twice is harmless."""
         ...
+
+
+class Owner:
+    """Who may use a session's buffers: one caller at a time, and nobody once it is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Raises `SessionBusyError` where another thread is asking: an error, not a queue and not a race."""
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError("session: another thread is asking it; open a session for each thread")
+        try:
+            if self._closed:
+                raise BackendError("session: it is closed; open the engine again")
+            yield
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[bool]:
+        """Waits for whoever is asking. Gives whether there is something to free: the first time."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            yield first
 
 
 def source_name(source: ImageSource, index: int) -> str | None:

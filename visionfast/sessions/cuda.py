@@ -8,7 +8,6 @@ answer into pinned memory; one synchronisation; and what the caller gets is copi
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter_ns
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from visionfast.backends import DeviceEngine
-from visionfast.errors import BackendError, ImageError, SessionBusyError
+from visionfast.errors import BackendError, ImageError
 from visionfast.postprocess.kernels.layout import COLUMNS, placement
 from visionfast.postprocess.on_device import DevicePostprocess
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.sessions import ImageSource
+from visionfast.sessions import ImageSource, Owner
 from visionfast.sessions.intake import Intake, is_on_device
 from visionfast.types import Detections, Letterbox, ModelSpec
 
@@ -61,8 +60,7 @@ class CudaSession:
         self._engine = engine
         self._device = device = engine.device
         self._intake: Intake | None = None
-        self._owner = threading.Lock()
-        self._closed = False
+        self._owner = Owner()
         (image,) = engine.inputs  # (B, 3, h, w)
         self.batch = image.shape[0]
         try:
@@ -84,38 +82,35 @@ class CudaSession:
 
     def answer(self, images: Sequence[ImageSource], *, first: int, raises: bool) -> list[Detections | ImageError]:
         """As `Session.answer`."""
-        if not self._owner.acquire(blocking=False):
-            raise SessionBusyError("session: another thread is asking it; open a session for each thread")
-        try:
-            if any(is_on_device(source) for source in images):
-                self._device.follow()
-            with self._device.current():
-                return self._answer(images, first, raises)
-        except BaseException:
-            # What is still on the stream reads buffers that the next call writes.
-            with contextlib.suppress(Exception):
-                self._device.synchronize()
-            raise
-        finally:
-            self._owner.release()
+        with self._owner.asking():
+            try:
+                if any(is_on_device(source) for source in images):
+                    self._device.follow()
+                with self._device.current():
+                    return self._answer(images, first, raises)
+            except BaseException:
+                # What is still on the stream reads buffers that the next call writes.
+                with contextlib.suppress(Exception):
+                    self._device.synchronize()
+                raise
 
     def raw(self) -> dict[str, npt.NDArray[Any]]:
-        with self._device.current():
+        with self._owner.asking(), self._device.current():
             # A copy to pageable memory waits for itself.
             return {spec.name: self._tensors[spec.name].cpu().numpy().copy() for spec in self._engine.outputs}
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(Exception):
-            self._device.synchronize()
-        # The graph holds the buffers' addresses, the engine its own memory: both go before the buffers.
-        self._run = _closed
-        self._engine.close()
-        if self._intake is not None:
-            self._intake.close()
-        self._tensors = {}
+        with self._owner.closing() as first:
+            if not first:
+                return
+            with contextlib.suppress(Exception):
+                self._device.synchronize()
+            # The graph holds the buffers' addresses, the engine its own memory: both go before the buffers.
+            self._run = self._work
+            self._engine.close()
+            if self._intake is not None:
+                self._intake.close()
+            self._tensors = {}
 
     def _work(self) -> None:
         """What follows the letterbox, put on the stream."""
@@ -155,7 +150,3 @@ class CudaSession:
                     raise damage[slot]
                 answers[slot] = damage.get(slot) or replace(detections, stage_ns=stages[slot] | shared)
         return [answers[slot] for slot in range(len(images))]
-
-
-def _closed() -> None:
-    raise BackendError("session: it is closed; open the engine again")

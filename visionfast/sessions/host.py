@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter_ns
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ImageError, SessionBusyError
+from visionfast.errors import ImageError
 from visionfast.postprocess.detections import postprocess
 from visionfast.preprocess.cpu import CpuPreprocessor
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.sessions import ImageSource, pixels_of, source_name
+from visionfast.sessions import ImageSource, Owner, pixels_of, source_name
 from visionfast.types import Detections, Letterbox, ModelSpec, Runner
 
 __all__ = ["HostSession"]
@@ -45,23 +44,21 @@ class HostSession:
             self._canvas if self._input.layout == "NHWC" else np.zeros(self._input.shape, self._input.dtype)
         )
         self._outputs: dict[str, npt.NDArray[Any]] = {}
-        self._owner = threading.Lock()
+        self._owner = Owner()
 
     def answer(self, images: Sequence[ImageSource], *, first: int, raises: bool) -> list[Detections | ImageError]:
         """As `Session.answer`."""
-        if not self._owner.acquire(blocking=False):
-            raise SessionBusyError("session: another thread is asking it; open a session for each thread")
-        try:
+        with self._owner.asking():
             return self._batch(images, first, raises)
-        finally:
-            self._owner.release()
 
     def raw(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: array.copy() for name, array in self._outputs.items()}
+        with self._owner.asking():
+            return {name: array.copy() for name, array in self._outputs.items()}
 
     def close(self) -> None:
-        self._outputs = {}
-        self._runner.close()
+        with self._owner.closing():
+            self._outputs = {}
+            self._runner.close()
 
     def _batch(self, images: Sequence[ImageSource], first: int, raises: bool) -> list[Detections | ImageError]:
         answers: list[Detections | ImageError | None] = [None] * len(images)

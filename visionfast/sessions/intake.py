@@ -8,7 +8,7 @@ numbers that the CPU's way feeds, to the bit. Frames that are on the GPU already
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ class Intake:
         self._dali = dali
         self._letterbox = DeviceLetterbox(spec, device=device.where)
         self._frames = _FrameUpload(self._letterbox, device, len(slots))
-        self._damage: Any = dict
+        self._damage: Callable[[], dict[int, ImageError]] = _no_damage
         # The kernel is compiled and loaded now, not when the first image waits for it.
         self._letterbox.rgb(slots.new_zeros((1, 1, 3), dtype=torch.uint8), slots[0])
         slots[0].zero_()
@@ -80,7 +80,7 @@ class Intake:
         Returns:
             For each image where it lies in its slot, or what is wrong with it.
         """
-        self._damage = dict
+        self._damage = _no_damage
         placed = {} if self._dali is None else self._by_dali(self._dali, images, first, stage_ns)
         answers = []
         for slot, source in enumerate(images):
@@ -91,14 +91,14 @@ class Intake:
                 except ImageError as error:
                     answer = error
             if raises and isinstance(answer, ImageError):
-                raise answer
+                damage = self.damage()  # of an image before this one, it comes first
+                raise damage[min(damage)] if damage and min(damage) < slot else answer
             answers.append(answer)
         return answers
 
     def damage(self) -> dict[int, ImageError]:
         """Slots whose image turned out to be damaged inside: asked once the rest is on the stream."""
-        found: dict[int, ImageError] = self._damage()
-        return found
+        return self._damage()
 
     def close(self) -> None:
         if self._dali is not None:
@@ -187,6 +187,10 @@ class Intake:
                 continue
             for row, slot in zip(rows, targets, strict=True):
                 self._device.copy(row, self._slots[slot])
+
+
+def _no_damage() -> dict[int, ImageError]:
+    return {}
 
 
 def is_on_device(source: ImageSource) -> bool:

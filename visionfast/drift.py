@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from visionfast.export import mapped
 from visionfast.precision import LARGEST_FP16, Drift
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class _Meter:
         self._peak = max(self._peak, *map(_peak, given))
         if self._rounded is None:
             self._rounded = _with_rounded_weights(module)
-        got = _tensors(_mapped(self._rounded(*_mapped(args, _round), **_mapped(kwargs, _round)), _round))
+        got = _tensors(mapped(self._rounded(*mapped(args, _round), **mapped(kwargs, _round)), _round))
         for full, half in zip(expected, got, strict=True):
             error = _relative_error(full, half)
             if math.isfinite(error):
@@ -139,18 +140,6 @@ def _round(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half().float() if tensor.is_floating_point() else tensor
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Every floating tensor in `value`, in order."""
     found: list[torch.Tensor] = []
@@ -160,5 +149,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             found.append(tensor)
         return tensor
 
-    _mapped(value, take)
+    mapped(value, take)
     return found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["OPSET", "export_onnx", "half_precision"]
+__all__ = ["OPSET", "export_onnx", "half_precision", "mapped"]
 
 OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
 _MAX_PROTOBUF_BYTES = (1 << 31) - 1
@@ -97,7 +97,7 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
 
     def takes(wanted: torch.dtype, other: torch.dtype) -> Any:
         def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _mapped((args, kwargs), lambda t: t.to(wanted) if t.dtype == other else t)
+            return mapped((args, kwargs), lambda t: t.to(wanted) if t.dtype == other else t)
 
         return cast
 
@@ -149,16 +149,16 @@ def _check_paths(network: nn.Module, keep_fp32: Sequence[str]) -> None:
             raise OptionError(f"keep_fp32: there is no module {path!r}; expected a path such as {', '.join(near[:8])}")
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with `change` applied to every tensor in its tuples, lists and dicts."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     return value
 
 

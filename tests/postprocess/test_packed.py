@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_boxes import random_boxes
 
 from visionfast.errors import ShapeError
 from visionfast.postprocess.masks import InstanceMasks
@@ -14,17 +15,6 @@ from visionfast.postprocess.packed import box_pixels, pack_reference, pixel_coun
 IMAGES_HW = st.tuples(st.integers(1, 100), st.integers(1, 40)) | st.sampled_from(
     [(1, 1), (32, 1), (31, 3), (32, 3), (33, 3), (64, 5), (65, 2), (1, 70), (300, 2)]
 )
-
-
-def _boxes(rng: np.random.Generator, n: int, image_hw: tuple[int, int]) -> np.ndarray:
-    """From outside of the image to all of it, on pixel edges as often as not; some without area."""
-    height, width = image_hw
-    corners = rng.uniform(-0.3, 1.3, (n, 2, 2)) * (width, height)
-    corners = np.where(rng.random((n, 1, 1)) < 0.5, np.round(corners), corners)
-    boxes = np.concatenate((corners.min(axis=1), corners.max(axis=1)), axis=1)
-    boxes[rng.random(n) < 0.3] = (0, 0, width, height)
-    boxes[rng.random(n) < 0.1, 2:] = 0
-    return boxes.astype(np.float32)
 
 
 def _inside(boxes: np.ndarray, image_hw: tuple[int, int]) -> np.ndarray:
@@ -38,7 +28,7 @@ def _inside(boxes: np.ndarray, image_hw: tuple[int, int]) -> np.ndarray:
 @settings(max_examples=300, deadline=None)
 def test_unpacked_is_what_was_packed(image_hw: tuple[int, int], n: int, density: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    boxes = _boxes(rng, n, image_hw)
+    boxes = random_boxes(rng, n, image_hw)
     masks = rng.random((n, *image_hw)) < np.round(density, 1)
     if seed % 2:  # long runs rather than noise
         masks = np.repeat(masks[:, ::8], 8, axis=1)[:, : image_hw[0]]
@@ -77,7 +67,7 @@ def test_runs_do_not_pass_from_an_object_to_the_next() -> None:
 
 def test_words_of_one_image_among_a_batch() -> None:
     rng = np.random.default_rng(0)
-    boxes = _boxes(rng, 7, (50, 30))
+    boxes = random_boxes(rng, 7, (50, 30))
     masks = rng.random((7, 50, 30)) < 0.5
     words, offsets = pack_reference(masks, boxes)
     around = np.concatenate((np.full(5, -1, np.int32), words, np.full(9, -1, np.int32)))

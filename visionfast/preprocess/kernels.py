@@ -18,7 +18,6 @@ the bit:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import struct
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from visionfast.errors import BackendUnavailableError, ShapeError
+from visionfast.errors import ShapeError
+from visionfast.kernel_device import kernel_device, launching_on
 from visionfast.preprocess.nv12 import FRACTION_BITS, YuvMatrix, check_nv12, yuv_to_rgb
 from visionfast.preprocess.reference import letterbox_geometry, normalise
 from visionfast.types import Letterbox, PreprocessSpec
@@ -203,16 +203,15 @@ class DeviceLetterbox:
     """
 
     def __init__(self, spec: PreprocessSpec, *, device: torch.device | str) -> None:
-        kind = torch.device(device).type
-        if kind != "cuda" and isinstance(_letterbox_rgb, triton.JITFunction):
-            raise BackendUnavailableError(f"DeviceLetterbox: expected a CUDA device, got {kind}: use CpuPreprocessor")
+        self.device = kernel_device(device, _letterbox_rgb, what="DeviceLetterbox", instead="use CpuPreprocessor")
         self.spec = spec
         levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # (1, 256, 3)
         self._tables = {
-            dtype: torch.tensor(np.ascontiguousarray(normalise(levels, spec, name)[:, 0]), device=device)  # (3, 256)
+            dtype: torch.tensor(
+                np.ascontiguousarray(normalise(levels, spec, name)[:, 0]), device=self.device
+            )  # (3, 256)
             for dtype, name in ((torch.float32, np.float32), (torch.float16, np.float16))
         }
-        self.device = self._tables[torch.float32].device  # "cuda" has become "cuda:0"
         h, w = spec.size_hw
         self._grid = (triton.cdiv(w, _TILE["tile_w"]), triton.cdiv(h, _TILE["tile_h"]))
 
@@ -280,8 +279,7 @@ class DeviceLetterbox:
             got = f"{_words(out)} on {out.device} with strides {out.stride()}"
             raise ShapeError(f"out: expected a contiguous tensor on {self.device}, got {got}")
         (image_h, image_w), (resized_h, resized_w) = geometry.image_hw, geometry.resized_hw
-        # Triton launches on the current device, which need not be the tensors'.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with launching_on(self.device):
             kernel[self._grid](
                 *source, out, self._tables.get(out.dtype), h, w, self.spec.pad_value,
                 image_h, image_w, resized_h, resized_w, geometry.top, geometry.left,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_boxes import random_boxes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -80,17 +81,6 @@ class Batch:
         return kernels
 
 
-def _boxes(rng: np.random.Generator, n: int, image_hw: tuple[int, int]) -> np.ndarray:
-    """From outside of the image to all of it, on pixel edges as often as not; some without area."""
-    height, width = image_hw
-    corners = rng.uniform(-0.2, 1.2, (n, 2, 2)) * (width, height)
-    corners = np.where(rng.random((n, 1, 1)) < 0.5, np.round(corners), corners)
-    boxes = np.concatenate((corners.min(axis=1), corners.max(axis=1)), axis=1)
-    boxes[rng.random(n) < 0.2] = (0, 0, width, height)
-    boxes[rng.random(n) < 0.1, 2:] = 0
-    return boxes.astype(np.float32)
-
-
 def _batch(
     seed: int,
     images_hw: Sequence[tuple[int, int] | None],
@@ -106,7 +96,7 @@ def _batch(
     slots = len(images_hw)
     planes = rng.normal(0, 1, (slots, M, size_hw[0] // stride, size_hw[1] // stride))
     boxes = [
-        np.zeros((0, 4), np.float32) if image_hw is None else _boxes(rng, n, image_hw)
+        np.zeros((0, 4), np.float32) if image_hw is None else random_boxes(rng, n, image_hw)
         for image_hw, n in zip(images_hw, counts, strict=True)
     ]
     boxes = boxes if xyxy is None else list(xyxy)

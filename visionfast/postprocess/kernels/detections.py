@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import triton
 
-from visionfast.errors import BackendUnavailableError, OptionError, ShapeError
+from visionfast.errors import OptionError, ShapeError
+from visionfast.kernel_device import kernel_device, launching_on
 from visionfast.postprocess.boxes import MAX_CANDIDATES
 from visionfast.postprocess.detections import check_options
 from visionfast.postprocess.kernels.candidates import rank, select
@@ -213,7 +214,7 @@ class DetectionKernels:
             if value < least:
                 raise OptionError(f"{name}: expected at least {least}, got {value}")
         check_options(num_classes=num_classes, conf=conf, iou=iou, max_det=max_det, classes=classes)
-        self._batch, self._device = batch, _checked(torch.device(device))
+        self._batch, self._device = batch, kernel_device(device, select, what="detection kernels")
         self._sizes = sizes = _Sizes(
             anchors=anchors,
             num_classes=num_classes,
@@ -293,7 +294,7 @@ class DetectionKernels:
             "overlap": (*pairs, self._iou),
             "suppress": (self._sorted_keys, *pairs, placement, self._kept, self._kept_bits, self.found, self._iou),
         }
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+        with launching_on(self._device):
             try:
                 for name, kernel in self._kernels.items():
                     kernel(*arguments[name], **self._keywords[name])
@@ -301,20 +302,6 @@ class DetectionKernels:
                 with contextlib.suppress(Exception):
                     self._counts.zero_()
                 raise
-
-
-def _checked(device: torch.device) -> torch.device:
-    """With its index, as tensors have it."""
-    if device.type == "cpu":
-        if isinstance(select, triton.JITFunction):
-            raise BackendUnavailableError(
-                "detection kernels: expected a CUDA device, got cpu: "
-                "set TRITON_INTERPRET=1 before Triton is imported to run them there, slowly"
-            )
-        return device
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise BackendUnavailableError(f"detection kernels: expected a CUDA device, got {device}, which is not here")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def ahead_of_time() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:

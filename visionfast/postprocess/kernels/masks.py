@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,8 @@ import numpy.typing as npt
 import torch
 import triton
 
-from visionfast.errors import BackendUnavailableError, OptionError, ShapeError
+from visionfast.errors import OptionError, ShapeError
+from visionfast.kernel_device import kernel_device, launching_on
 from visionfast.postprocess.kernels import mask_stages as stages
 from visionfast.postprocess.kernels.layout import found_shape
 
@@ -129,7 +129,7 @@ class MaskKernels:
                 f"prototypes: expected (M, mh, mw) that divide the input's {tuple(size_hw)}, got {prototypes_shape}"
             )
         shape = _Shape(batch, num_classes, anchors, prototypes_shape, stride, max_det, capacity_words)
-        device = _checked(torch.device(device))
+        device = kernel_device(device, stages.plan, what="mask kernels")
         self.longest_side = (1 << 29) // max(size_hw)
         self.words = torch.zeros(capacity_words, dtype=torch.int32, device=device)
         self.offsets = torch.zeros((batch, max_det + 1), dtype=torch.int64, device=device)
@@ -173,7 +173,7 @@ class MaskKernels:
             ShapeError: a tensor's shape, dtype, device or memory layout is not the one above.
         """
         self._check(predictions, prototypes, found, placement)
-        with torch.cuda.device(self.words.device) if self.words.is_cuda else contextlib.nullcontext():
+        with launching_on(self.words.device):
             self._launch(predictions, prototypes, found, placement, first_word)
 
     def _launch(
@@ -241,17 +241,6 @@ class MaskKernels:
                     f"{name}: expected {expected} {kinds} on {self.words.device}, contiguous, got "
                     f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
                 )
-
-
-def _checked(device: torch.device) -> torch.device:
-    if device.type == "cpu" and isinstance(stages.plan, triton.JITFunction):
-        raise BackendUnavailableError(
-            "mask kernels: expected a CUDA device, got cpu: "
-            "set TRITON_INTERPRET=1 before Triton is imported to run them there, slowly"
-        )
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise BackendUnavailableError(f"mask kernels: expected a CUDA device, got {device}, which is not here")
-    return device
 
 
 def ahead_of_time() -> Iterator[tuple[str, Any, dict[str, str], dict[str, int], dict[str, int]]]:

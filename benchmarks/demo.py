@@ -26,7 +26,8 @@ from visionfast.errors import VisionfastError
 from visionfast.fetch import fetch
 from visionfast.pipeline import Detector
 from visionfast.preprocess.decode import decode_image
-from visionfast.types import Detections, EngineManifest
+from visionfast.results import Detections
+from visionfast.types import EngineManifest
 
 MODEL = "yolov8s-people"
 ROUNDS = 15  # of the timing, a picture,

@@ -20,7 +20,8 @@ from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import CertificateError
 from visionfast.families import LoadedModel, identify
 from visionfast.postprocess.masks import InstanceMasks
-from visionfast.types import Certificate, Detections
+from visionfast.results import Detections
+from visionfast.types import Certificate
 
 pytest.importorskip("torch", reason="the reference is eager PyTorch: pip install 'visionfast[build]'")
 

@@ -8,7 +8,7 @@ import pytest
 from visionfast.draw import draw
 from visionfast.errors import ShapeError
 from visionfast.postprocess import InstanceMasks
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 
 def _detections(boxes: list[tuple[int, int, int, int]], image_hw: tuple[int, int], masks: bool = False) -> Detections:

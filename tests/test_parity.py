@@ -15,7 +15,7 @@ from PIL import Image
 from visionfast.pipeline import open_engine
 from visionfast.postprocess.masks import InstanceMasks, mask_iou
 from visionfast.postprocess.nms import box_iou
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 pytest.importorskip("ultralytics", reason="parity needs ultralytics: pip install 'visionfast[build]'")
 

@@ -29,7 +29,8 @@ from visionfast.errors import (
 from visionfast.pipeline import Detector, Segmenter, open_engine
 from visionfast.preprocess import reference
 from visionfast.preprocess.nv12 import Nv12Frame
-from visionfast.types import Detections, GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
+from visionfast.results import Detections
+from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
 
 _SIZE = (64, 96)
 _ANCHORS = 126

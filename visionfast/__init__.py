@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
     from visionfast.preprocess.decode import DecodeLimits
     from visionfast.preprocess.nv12 import Nv12Frame
-    from visionfast.types import Certificate, Detections, EngineManifest, ModelSpec
+    from visionfast.results import Detections
+    from visionfast.types import Certificate, EngineManifest, ModelSpec
 
 __all__ = [
     "Certificate",
@@ -42,7 +43,7 @@ __all__ = [
 _HOMES = {
     "Certificate": "types",
     "DecodeLimits": "preprocess.decode",
-    "Detections": "types",
+    "Detections": "results",
     "Detector": "pipeline",
     "EngineManifest": "types",
     "ImageError": "errors",

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from visionfast.postprocess.masks import mask_iou
 from visionfast.postprocess.nms import box_iou
-from visionfast.types import Certificate, Detections, Precision
+from visionfast.results import Detections
+from visionfast.types import Certificate, Precision
 
 __all__ = ["TOLERANCES", "combined", "compare_detections", "compare_raw", "is_within", "shortfall"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ShapeError
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 __all__ = ["draw"]
 

@@ -17,9 +17,10 @@ from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ImageError, ManifestError, OptionError
 from visionfast.postprocess.detections import check_options
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Detections
 from visionfast.sessions import ImageSource
 from visionfast.sessions.opening import open_session
-from visionfast.types import Detections, EngineManifest, ModelSpec, Runner
+from visionfast.types import EngineManifest, ModelSpec, Runner
 
 __all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "open_engine", "runs_here"]
 

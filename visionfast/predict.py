@@ -18,7 +18,7 @@ from visionfast.artifacts import atomic_write
 from visionfast.errors import ArtifactError, ImageError, OptionError
 from visionfast.pipeline import Detector
 from visionfast.preprocess.decode import DecodeLimits, decode_image
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 __all__ = ["expand", "record", "run"]
 

@@ -17,7 +17,8 @@ from visionfast.agreement import TOLERANCES, combined, compare_detections, compa
 from visionfast.backends import get_backend
 from visionfast.errors import OptionError, SessionBusyError, VisionfastError
 from visionfast.families import LoadedModel
-from visionfast.types import Detections, Task
+from visionfast.results import Detections
+from visionfast.types import Task
 
 __all__ = ["check_certificate", "check_frugality", "check_graph", "check_threads"]
 

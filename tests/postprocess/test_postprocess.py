@@ -12,7 +12,8 @@ from visionfast.errors import OptionError, ShapeError
 from visionfast.postprocess import InstanceMasks, mask_iou, postprocess
 from visionfast.postprocess.nms import box_iou
 from visionfast.preprocess.reference import letterbox_geometry
-from visionfast.types import Detections, Letterbox
+from visionfast.results import Detections
+from visionfast.types import Letterbox
 
 SQUARE = letterbox_geometry((480, 640), (640, 640))
 

@@ -29,7 +29,8 @@ from visionfast.errors import (
 from visionfast.pipeline import Detector, Segmenter
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
-from visionfast.types import Detections, GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
+from visionfast.results import Detections
+from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, TensorSpec
 
 SIZE = (64, 96)
 ANCHORS = 126

@@ -21,7 +21,7 @@ import numpy as np
 
 from visionfast import machine
 from visionfast.errors import BackendUnavailableError, UnsupportedModelError
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,8 @@ from visionfast.errors import OptionError, ShapeError
 from visionfast.postprocess.boxes import select_candidates, unletterbox_boxes
 from visionfast.postprocess.nms import nms
 from visionfast.postprocess.prototypes import decode_masks
-from visionfast.types import Detections, FloatArray, Letterbox
+from visionfast.results import Detections
+from visionfast.types import FloatArray, Letterbox
 
 __all__ = ["check_options", "postprocess"]
 

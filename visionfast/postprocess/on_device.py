@@ -15,7 +15,8 @@ from visionfast.postprocess.detections import postprocess
 from visionfast.postprocess.kernels.detections import DetectionKernels
 from visionfast.postprocess.kernels.layout import found_shape, read_found
 from visionfast.postprocess.packed import pixel_counts, unpack
-from visionfast.types import Detections, Letterbox, ModelSpec, TensorSpec
+from visionfast.results import Detections
+from visionfast.types import Letterbox, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch

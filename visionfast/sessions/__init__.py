@@ -19,7 +19,7 @@ from visionfast.errors import BackendError, ImageError, ImageFormatError, Option
 from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
-from visionfast.types import Detections
+from visionfast.results import Detections
 
 if TYPE_CHECKING:
     import torch

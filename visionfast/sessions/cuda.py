@@ -20,9 +20,10 @@ from visionfast.errors import BackendError, ImageError
 from visionfast.postprocess.kernels.layout import COLUMNS, placement
 from visionfast.postprocess.on_device import DevicePostprocess
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Detections
 from visionfast.sessions import ImageSource, Owner
 from visionfast.sessions.intake import Intake, is_on_device
-from visionfast.types import Detections, Letterbox, ModelSpec
+from visionfast.types import Letterbox, ModelSpec
 
 if TYPE_CHECKING:
     from visionfast.preprocess.dali import DaliPreprocessor

@@ -14,8 +14,9 @@ from visionfast.errors import ImageError
 from visionfast.postprocess.detections import postprocess
 from visionfast.preprocess.cpu import CpuPreprocessor
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Detections
 from visionfast.sessions import ImageSource, Owner, pixels_of, source_name
-from visionfast.types import Detections, Letterbox, ModelSpec, Runner
+from visionfast.types import Letterbox, ModelSpec, Runner
 
 __all__ = ["HostSession"]
 

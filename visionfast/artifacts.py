@@ -208,11 +208,14 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
             "build the engine again"
         )
     pre = manifest.spec.preprocess
-    if min(pre.size_hw) < 1 or not 0 <= pre.pad_value <= 255 or not all(pre.std):
+    padded = pre.resize != "letterbox" if pre.pad_value is None else 0 <= pre.pad_value <= 255
+    if min(pre.size_hw) < 1 or not padded or not all(pre.std):
         raise ManifestError(
             f"{path}: preprocess: expected sides of at least 1 pixel, pad_value 0..255 and no std of 0, got {pre}; "
             "build the engine again"
         )
+    if (manifest.spec.task == "prompt-segment") != (manifest.spec.prompts is not None):
+        raise ManifestError(f"{path}: spec.prompts: expected it for prompt-segment and for no other task; build again")
     if not manifest.spec.graphs:
         raise ManifestError(f"{path}: expected at least one graph, got none; build the engine again")
     for graph in manifest.spec.graphs:
@@ -223,6 +226,11 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
                 raise ManifestError(
                     f"{path}: {tensor.name}: expected a shape of sides of at least 1, got {tensor.shape}; "
                     "build the engine again"
+                )
+            if tensor.axes and (len(tensor.axes) != len(tensor.shape) or set(tensor.axes) - {"", *graph.usual}):
+                raise ManifestError(
+                    f"{path}: {tensor.name}: expected an axis of {', '.join(graph.usual) or 'none'} or '' for each "
+                    f"side of its shape, got {tensor.axes}; build the engine again"
                 )
         if graph.name not in manifest.files:
             raise ManifestError(f"{path}: no file for the graph {graph.name!r}; build the engine again")

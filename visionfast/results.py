@@ -17,7 +17,7 @@ from visionfast.errors import ShapeError
 if TYPE_CHECKING:
     from visionfast.postprocess.masks import InstanceMasks
 
-__all__ = ["Detections"]
+__all__ = ["Detections", "Masks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,3 +95,69 @@ class Detections:
             mask=None if self.mask is None else self.mask.dense(),
             data={} if names is None else {"class_name": names},
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """The masks that prompts on one image gave, prompt by prompt, and in the decoder's order within a prompt.
+
+    Attributes:
+        mask: the M masks at original resolution, run-length encoded; some may be empty.
+        score: (M,) float32, the model's own prediction of each mask's IoU, roughly 0..1.
+        prompt: (M,) int64, which prompt it answers, from 0.
+        image_hw: the original image, pixels, after its EXIF orientation.
+        logits: (M, 256, 256) float32, each mask before it was enlarged: `mask_input` of a prompt that goes on from
+            it; `None` where they were not asked for.
+        stability: (M,) float32, how little the mask depends on its threshold, 0..1; `None` but in everything mode.
+        points: (M, 2) float32, the point that prompted it, original pixels; `None` but in everything mode.
+        stage_ns: nanoseconds of each stage: `hash`, `decode`, `preprocess`, `encoder` where the image was encoded for
+            this call, then `decoder`, `postprocess`.
+    """
+
+    mask: InstanceMasks
+    score: npt.NDArray[np.float32]
+    prompt: npt.NDArray[np.int64]
+    image_hw: tuple[int, int]
+    logits: npt.NDArray[np.float32] | None = None
+    stability: npt.NDArray[np.float32] | None = None
+    points: npt.NDArray[np.float32] | None = None
+    stage_ns: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        m = len(self.mask)
+        for name, array, tail in (
+            ("score", self.score, ()),
+            ("prompt", self.prompt, ()),
+            ("logits", self.logits, None),
+            ("stability", self.stability, ()),
+            ("points", self.points, (2,)),
+        ):
+            if array is None:
+                continue
+            if array.shape[:1] != (m,) or (tail is not None and array.shape[1:] != tail):
+                raise ShapeError(f"Masks.{name}: expected {(m, *(tail or ('…',)))}, got {array.shape}")
+        if self.mask.image_hw != self.image_hw:
+            raise ShapeError(f"Masks.mask: expected masks of {self.image_hw}, got {self.mask.image_hw}")
+
+    def __len__(self) -> int:
+        return len(self.mask)
+
+    def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int]) -> Masks:
+        """The selected masks; `index` is a slice, a boolean mask or a list of positions."""
+        chosen = np.arange(len(self))[index]
+        return Masks(
+            mask=self.mask[chosen],
+            score=self.score[chosen],
+            prompt=self.prompt[chosen],
+            image_hw=self.image_hw,
+            logits=None if self.logits is None else self.logits[chosen],
+            stability=None if self.stability is None else self.stability[chosen],
+            points=None if self.points is None else self.points[chosen],
+            stage_ns=self.stage_ns,
+        )
+
+    @property
+    def xyxy(self) -> npt.NDArray[np.float32]:
+        """(M, 4) float32: the corners of each mask's own extent, original pixels; 0 for an empty one."""
+        left_top_size = self.mask.xywh()
+        return np.concatenate([left_top_size[:, :2], left_top_size[:, :2] + left_top_size[:, 2:]], 1).astype(np.float32)

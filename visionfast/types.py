@@ -24,13 +24,14 @@ __all__ = [
     "ModelSpec",
     "Precision",
     "PreprocessSpec",
+    "PromptSpec",
     "Runner",
     "Task",
     "TensorSpec",
 ]
 
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
-Task: TypeAlias = Literal["detect", "segment"]
+Task: TypeAlias = Literal["detect", "segment", "prompt-segment"]
 Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 
@@ -40,52 +41,90 @@ class TensorSpec:
 
     Attributes:
         name: as in the graph.
-        shape: fixed, the batch first.
+        shape: the batch first. A dimension that `axes` names is the most that it can be.
         dtype: NumPy's name: `float32`, `float16`, `uint8`.
         layout: `NCHW` or `NHWC` for images, else empty. A `uint8` `NHWC` image input means that
             normalisation is inside the engine.
+        axes: a name for each dimension that varies from call to call, from 1 up to its size in `shape`, and an empty
+            one for those that are fixed; of one name, all have one size. Empty where all are fixed, as in every graph
+            but a prompt decoder.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layout: str = ""
+    axes: tuple[str, ...] = ()
 
     def check(self, array: npt.NDArray[Any]) -> None:
-        """Raises `ShapeError` unless `array` has this shape and dtype."""
-        if array.shape != self.shape or array.dtype.name != self.dtype:
+        """Raises `ShapeError` unless `array` has this dtype, and a shape that this one allows."""
+        if array.dtype.name != self.dtype or not self.allows(array.shape):
             got = f"{tuple(array.shape)} {array.dtype.name}"
-            raise ShapeError(f"{self.name}: expected {self.shape} {self.dtype}, got {got}")
+            raise ShapeError(f"{self.name}: expected {self.shown} {self.dtype}, got {got}")
+
+    def allows(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this shape."""
+        if not self.axes:
+            return shape == self.shape
+        return len(shape) == len(self.shape) and all(
+            (1 <= size <= most) if axis else size == most
+            for size, most, axis in zip(shape, self.shape, self.axes, strict=True)
+        )
+
+    @property
+    def shown(self) -> str:
+        """The shape for messages: `(64, 4, 256, 256)`, or `(prompts 1..64, 4, 256, 256)`."""
+        axes = self.axes or ("",) * len(self.shape)
+        sizes = [f"{axis} 1..{most}" if axis else str(most) for most, axis in zip(self.shape, axes, strict=True)]
+        return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape where the axes have these sizes: axis name → size."""
+        if not self.axes:
+            return self.shape
+        return tuple(sizes[axis] if axis else most for most, axis in zip(self.shape, self.axes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """One compiled graph of a model: one for YOLO, two (encoder, decoder) for SAM."""
+    """One compiled graph of a model: one for YOLO, two (encoder, decoder) for SAM.
+
+    Attributes:
+        name: of the graph.
+        inputs, outputs: its tensors, in order.
+        usual: axis name → the size that a compiler should be fastest at; every axis that the tensors name is in it.
+    """
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    usual: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessSpec:
     """From an RGB image to the network's input tensor.
 
-    `tensor = (resized_u8 / 255 - mean) / std`, planar RGB.
+    `tensor = (resized / 255 - mean) / std`, planar RGB.
 
     Attributes:
         size_hw: the network's input, `(h, w)` in pixels.
-        resize: `letterbox`: keep the aspect ratio, centre, pad (`visionfast.preprocess.reference`).
-        interpolation: `bilinear`, without antialias.
-        pad_value: grey level 0..255 of the padding, in every channel.
+        resize: how an image is brought to it.
+            `letterbox`: keep the aspect ratio, centre, pad (YOLO; `visionfast.preprocess.reference`).
+            `longest-side`: keep the aspect ratio, top left, pad below or to the right (SAM;
+            `visionfast.preprocess.antialias`); the resized image is rounded to 8 bits.
+            `stretch`: to the whole input, whatever the aspect ratio (SAM 2; the same module); nothing is rounded.
+        interpolation: `bilinear`, without antialias, or `bilinear-antialias`: a triangle filter as wide as the
+            reduction, as Pillow has it.
+        pad_value: grey level 0..255 of the padding, in every channel; `None`: 0 after normalisation.
         mean, std: per channel, in units of 1.0 = level 255.
         color: channel order that the network expects.
     """
 
     size_hw: tuple[int, int]
-    resize: Literal["letterbox"] = "letterbox"
-    interpolation: Literal["bilinear"] = "bilinear"
-    pad_value: int = 114
+    resize: Literal["letterbox", "longest-side", "stretch"] = "letterbox"
+    interpolation: Literal["bilinear", "bilinear-antialias"] = "bilinear"
+    pad_value: int | None = 114
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     color: Literal["rgb"] = "rgb"
@@ -93,14 +132,16 @@ class PreprocessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Letterbox:
-    """Where one image lies in the network's input (made by `preprocess.reference.letterbox_geometry`).
+    """Where one image lies in the network's input, by whichever of `PreprocessSpec.resize`.
+
+    Made by `preprocess.reference.letterbox_geometry` and `preprocess.antialias.geometry`.
 
     Attributes:
         image_hw: the original image, pixels.
         size_hw: the network's input, pixels.
         resized_hw: the image's size inside it, pixels, at least 1 × 1.
         top, left: the image's corner inside it, pixels.
-        gain: original pixels × gain = input pixels.
+        gain: original pixels × gain = input pixels; for `stretch`, where each side has its own, the smaller one.
     """
 
     image_hw: tuple[int, int]
@@ -112,6 +153,32 @@ class Letterbox:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """How clicks and boxes become a prompt decoder's inputs, and which of its masks are the answer.
+
+    The decoder takes, for each of P prompts, N points in pixels of the network's input and as many labels: 1 a point
+    on the object, 0 one beside it, 2 and 3 a box's top left and bottom right corner, -1 padding at (0, 0). It gives
+    four masks a prompt with their predicted IoU: the first for a prompt that is clear, the others for one that is not.
+
+    Attributes:
+        box_first: a box's corners stand before the points (SAM 2), or behind them (SAM).
+        pad_with_box: one padding point comes last always (SAM 2), or only where there is no box (SAM). No more
+            padding than this: it changes the masks.
+        stability: `(delta, least)`: where a single mask is asked for and the first one's stability at ±delta is
+            below `least`, the best of the others stands in for it (SAM 2); `None`: the first one always (SAM).
+        logit_limit: mask logits are given back within ± this (SAM 2); `None`: as they are.
+        score_threshold, stability_threshold: of the published automatic generator, what a mask has to reach.
+    """
+
+    box_first: bool
+    pad_with_box: bool
+    stability: tuple[float, float] | None = None
+    logit_limit: float | None = None
+    score_threshold: float = 0.88
+    stability_threshold: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """All that running a model's engines needs to know about the model; embedded in `engine.json`.
 
@@ -119,12 +186,13 @@ class ModelSpec:
         name: the model's name, from the weights' file name.
         family: key in `visionfast.families.FAMILIES`.
         architecture: as its makers call it, e.g. `yolov8s-seg`.
-        task: `detect` or `segment`.
-        graphs: what is compiled.
+        task: `detect`, `segment`, or `prompt-segment`: masks for clicks and boxes.
+        graphs: what is compiled; for `prompt-segment` the `encoder` and the `decoder`.
         preprocess: what stands in front of the first graph.
-        class_names: index = class id.
-        strides: of the detection levels, pixels.
+        class_names: index = class id; none for `prompt-segment`.
+        strides: of the detection levels, pixels; none for `prompt-segment`.
         license: of the weights, as far as the checkpoint says, else empty.
+        prompts: for `prompt-segment`, else `None`.
     """
 
     name: str
@@ -136,6 +204,7 @@ class ModelSpec:
     class_names: tuple[str, ...]
     strides: tuple[int, ...]
     license: str = ""
+    prompts: PromptSpec | None = None
 
     @property
     def batch(self) -> int:

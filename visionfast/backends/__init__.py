@@ -235,10 +235,20 @@ def get_backend(name: str) -> Backend:
     return made
 
 
-def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raises `ShapeError` unless `feeds` has exactly the declared names, shapes and dtypes."""
+def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, int]:
+    """Raises `ShapeError` unless `feeds` has exactly the declared names, shapes and dtypes.
+
+    Returns:
+        the size of every axis that varies, by name.
+    """
     expected, got = [spec.name for spec in inputs], list(feeds)
     if set(expected) != set(got):
         raise ShapeError(f"feeds: expected the inputs {', '.join(expected)}, got {', '.join(got) or 'none'}")
+    sizes: dict[str, int] = {}
     for spec in inputs:
-        spec.check(feeds[spec.name])
+        array = feeds[spec.name]
+        spec.check(array)
+        for axis, size in zip(spec.axes, array.shape, strict=False):
+            if axis and sizes.setdefault(axis, size) != size:
+                raise ShapeError(f"{spec.name}: expected {sizes[axis]} {axis}, as in the inputs before it, got {size}")
+    return sizes

@@ -34,11 +34,13 @@ class LoadedModel:
         modules: graph name → eager FP32 module in eval mode, on the CPU. It takes the graph's inputs and
             returns its outputs (a tensor, or a tuple in their order).
         fp32_islands: graph name → dotted paths of the submodules that stay FP32 in a half-precision graph.
+        fp32_inputs: graph name → inputs that stay float32 in it (coordinates: float16 has half pixels at 1024).
     """
 
     spec: ModelSpec
     modules: Mapping[str, nn.Module] = field(repr=False)
     fp32_islands: Mapping[str, tuple[str, ...]]
+    fp32_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Family(Protocol):

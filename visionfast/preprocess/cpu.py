@@ -52,6 +52,7 @@ class CpuPreprocessor:
             )
             assert resized is inside  # cv2 makes a new array, silently, where size or dtype do not fit
         pad = self.spec.pad_value
+        assert pad is not None  # a letterbox has one: engine.json is checked for it
         slot[:top], slot[bottom:] = pad, pad
         slot[top:bottom, :left], slot[top:bottom, right:] = pad, pad
         return geometry

@@ -50,9 +50,14 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         item_kind = get_args(kind)[1]
         return {name: decode(item_kind, item, f"{where}.{name}") for name, item in value.items()}
     if origin in (Union, types.UnionType):
-        for option in get_args(kind):
+        options = [option for option in get_args(kind) if option is not type(None)]
+        if value is None and len(options) < len(get_args(kind)):
+            return None
+        if len(options) == 1:  # its own words say more than that it is none of them
+            return decode(options[0], value, where)
+        for option in options:
             with contextlib.suppress(ManifestError):
-                return None if option is type(None) and value is None else decode(option, value, where)
+                return decode(option, value, where)
         raise ManifestError(f"{where}: {value!r} is none of {kind}")
     if origin is not None:  # Literal
         if value not in get_args(kind):

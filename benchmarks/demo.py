@@ -14,7 +14,7 @@ os.environ.setdefault("VISIONFAST_HOME", str(Path(__file__).resolve().parents[1]
 
 import numpy as np
 import numpy.typing as npt
-from overhead import QUIET, Contestant, OtherLoad, interleave  # it settles OMP_NUM_THREADS, so before torch
+from interleaved import QUIET, Contestant, OtherLoad, interleave  # it settles OMP_NUM_THREADS, so before torch
 from PIL import Image
 
 from visionfast import machine, render

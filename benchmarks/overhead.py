@@ -12,32 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-# Importing ultralytics sets this to 1 where it is not set, which would slow its own rivals.
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-os.environ |= {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "YOLO_VERBOSE": "false"}
-
 import cv2
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
+from interleaved import QUIET, Contestant, Goal, OtherLoad, console, environment, interleave, report  # before torch
 
-from visionfast import machine
 from visionfast.backends import get_backend
 from visionfast.bench.baseline import NaivePyTorch
 from visionfast.build import build
@@ -48,85 +37,6 @@ from visionfast.types import Precision
 
 CONF, IOU = 0.25, 0.7
 WIDE_HW = (384, 640)  # the smallest input that a 16:9 picture fills at the same scale as 640×640
-QUIET = 0.03  # share of the processors that others may take before the figures say nothing
-_CV2_THREADS = cv2.getNumThreads()
-_console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-
-
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """One way to an answer.
-
-    Attributes:
-        key: `a`…`f` as in the ratios, with the precision where it is not FP32.
-        name: for people.
-        call: encoded image → answer.
-        cv2_threads: that it runs with; ultralytics sets 0 for the whole process when it is imported.
-        wide_only: takes part on 16:9 pictures only.
-    """
-
-    key: str
-    name: str
-    call: Callable[[bytes], Any]
-    cv2_threads: int = _CV2_THREADS
-    wide_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """`numerator` / `denominator`, keys of contestants, should be at most `bound`; `None`: for information."""
-
-    numerator: str
-    denominator: str
-    bound: float | None = None
-
-
-@dataclass(slots=True)
-class Samples:
-    """Of one picture: contestant's key → nanoseconds, one a round; stage → nanoseconds, of each visionfast key."""
-
-    latency_ns: dict[str, list[int]] = field(default_factory=dict)
-    stage_ns: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-
-
-def interleave(
-    contestants: Sequence[Contestant],
-    encoded: bytes,
-    *,
-    rounds: int,
-    seconds: float = float("inf"),
-    warmup: int = 3,
-    seed: int = 0,
-) -> Samples:
-    """Times every contestant once a round, until `rounds` are done or `seconds` are over (at least 3 rounds)."""
-    order = list(contestants)
-    shuffled = random.Random(seed)
-    samples = Samples({c.key: [] for c in order})
-    for contestant in order:
-        _prepare(contestant)
-        for _ in range(warmup):
-            contestant.call(encoded)
-    began = time.monotonic()
-    for done in range(rounds):
-        if done >= 3 and time.monotonic() - began > seconds:
-            break
-        shuffled.shuffle(order)
-        for contestant in order:
-            _prepare(contestant)
-            contestant.call(encoded)
-            started = time.perf_counter_ns()
-            answer = contestant.call(encoded)
-            samples.latency_ns[contestant.key].append(time.perf_counter_ns() - started)
-            stages = samples.stage_ns.setdefault(contestant.key, {})
-            for stage, spent in getattr(answer, "stage_ns", {}).items():
-                stages.setdefault(stage, []).append(spent)
-    return samples
-
-
-def _prepare(contestant: Contestant) -> None:
-    cv2.setNumThreads(contestant.cv2_threads)
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(machine.usable_cpus())  # ultralytics sets one fewer for the whole process
 
 
 @contextlib.contextmanager
@@ -139,7 +49,7 @@ def entrants(weights: Path, precisions: Sequence[Precision], scratch: Path) -> I
             try:
                 found += _engines(weights, precision, mark, opened)
             except VisionfastError as error:
-                _console.print(f"[yellow]left out:[/] visionfast{mark}: {error}")
+                console.print(f"[yellow]left out:[/] visionfast{mark}: {error}")
         for name, make in (
             ("ultralytics, its OpenVINO export", lambda: _ultralytics_openvino(weights, scratch)),
             ("ultralytics, PyTorch", lambda: _ultralytics_pytorch(weights)),
@@ -147,11 +57,11 @@ def entrants(weights: Path, precisions: Sequence[Precision], scratch: Path) -> I
             try:
                 found += make()
             except Exception as error:  # whatever keeps a rival from starting is said, and the others go on
-                _console.print(f"[yellow]left out:[/] {name}: {type(error).__name__}: {error}")
+                console.print(f"[yellow]left out:[/] {name}: {type(error).__name__}: {error}")
         try:
             found.append(Contestant("e", "naive PyTorch", NaivePyTorch(weights, conf=CONF, iou=IOU)))
         except BackendUnavailableError as error:
-            _console.print(f"[yellow]left out:[/] {error}")
+            console.print(f"[yellow]left out:[/] {error}")
         yield found
 
 
@@ -247,80 +157,6 @@ def _goals(size: str, precisions: Sequence[str]) -> list[Goal]:
     return goals
 
 
-def report(title: str, contestants: Sequence[Contestant], goals: Sequence[Goal], samples: Samples) -> bool:
-    """Prints one picture's tables; whether every goal holds."""
-    names = {c.key: c.name for c in contestants}
-    table = Table("", "", "n", "P50 ms", "P95 ms", "P99 ms", title=title, title_justify="left", box=None)
-    for key, latency in samples.latency_ns.items():
-        points = np.percentile(latency, (50, 95, 99)) / 1e6
-        table.add_row(key, names[key], str(len(latency)), *(f"{p:.1f}" for p in points))
-    _console.print(table)
-
-    table = Table("ratio", "of medians", "within rounds", "5–95 %", "goal", "holds", box=None)
-    every = True
-    for goal in goals:
-        if not {goal.numerator, goal.denominator} <= samples.latency_ns.keys():
-            continue
-        over, under = (np.array(samples.latency_ns[k], float) for k in (goal.numerator, goal.denominator))
-        ratio, paired = float(np.median(over) / np.median(under)), over / under
-        low, middle, high = np.percentile(paired, (5, 50, 95))
-        holds = None if goal.bound is None else ratio <= goal.bound
-        every &= holds is not False
-        table.add_row(
-            f"{goal.numerator} / {goal.denominator}",
-            f"{ratio:.3f}",
-            f"{middle:.3f}",
-            f"{low:.3f}–{high:.3f}",
-            "" if goal.bound is None else f"≤ {goal.bound:g}",
-            {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[holds],
-        )
-    _console.print(table)
-    for key, stages in samples.stage_ns.items():
-        if stages:
-            total = np.median(samples.latency_ns[key])
-            parts = {stage: float(np.median(spent)) for stage, spent in stages.items()}
-            parts["rest"] = float(total) - sum(parts.values())
-            _console.print(f"{key}: " + ", ".join(f"{stage} {spent / 1e6:.2f} ms" for stage, spent in parts.items()))
-    _console.print()
-    return every
-
-
-class OtherLoad:
-    """What share of the processors went to anyone but this process since it was made (Linux)."""
-
-    def __init__(self) -> None:
-        self._wall, self._busy, self._own = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds: wall, all processors' busy time (what a hypervisor stole included), this process's own."""
-        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
-        return time.monotonic(), busy, time.process_time()
-
-    def share(self) -> float:
-        wall, busy, own = self._now()
-        others = (busy - self._busy) - (own - self._own)
-        return max(0.0, others / ((wall - self._wall) * (os.cpu_count() or 1)))
-
-
-def environment() -> dict[str, str]:
-    """What the figures depend on."""
-    facts = machine.environment() | {"load_average": " ".join(f"{x:.2f}" for x in os.getloadavg())}
-    facts["cv2_threads"] = str(_CV2_THREADS)
-    for package in ("visionfast", "numpy", "opencv-python", "openvino", "torch", "torchvision", "ultralytics"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed"
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        facts["git"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        facts["git"] = "not a checkout"
-    return facts
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="YOLOv8s (default: what is in models/yolov8s-people)")
@@ -383,8 +219,8 @@ def main() -> int:
                         }
                     )
     after = environment()
-    _console.print(f"{before['cpu']}, {before['cpus']} processors; load before {before['load_average']}, ", end="")
-    _console.print(f"after {after['load_average']}. Below 100 samples, P99 is all but the slowest one.")
+    console.print(f"{before['cpu']}, {before['cpus']} processors; load before {before['load_average']}, ", end="")
+    console.print(f"after {after['load_average']}. Below 100 samples, P99 is all but the slowest one.")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         content = {
@@ -397,7 +233,7 @@ def main() -> int:
             "results": results,
         }
         arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        _console.print(f"raw samples: {arguments.json}")
+        console.print(f"raw samples: {arguments.json}")
     return 1 if arguments.strict and not every else 0
 
 

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar, overload
 import numpy.typing as npt
 
 from visionfast import artifacts
-from visionfast.backends import DeviceEngine, get_backend
-from visionfast.errors import BackendError, ImageError, ManifestError, OptionError
+from visionfast.backends import DeviceEngine
+from visionfast.errors import ImageError, OptionError
+from visionfast.loading import check_outputs, load_graphs, runs_here
 from visionfast.postprocess.detections import check_options
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
@@ -128,12 +129,10 @@ class Detector:
         device: str | None,
         options: dict[str, Any],
     ) -> _Self:
-        if threads is not None and threads < 1:
-            raise OptionError(f"threads: expected at least 1, got {threads}")
         if unknown := sorted(set(options) - set(known := _option_names(cls))):
             raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
         check_outputs(folder, manifest)
-        engine = _load(folder, manifest, threads, device)
+        (engine,) = load_graphs(folder, manifest, threads=threads, device=device)
         try:
             detector = cls(manifest.spec, engine, **options)
         except BaseException:
@@ -215,40 +214,6 @@ def open_engine(
     manifest = artifacts.read_manifest(folder)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
-
-
-def _load(folder: Path, manifest: EngineManifest, threads: int | None, device: str | None) -> Runner | DeviceEngine:
-    """The first graph, where it was built for."""
-    backend, graph = get_backend(manifest.backend), manifest.spec.graphs[0]
-    if manifest.device == "cpu":
-        if device not in (None, "cpu"):
-            raise OptionError(f"device {device}: this engine is for the cpu; `visionfast build` makes one for a GPU")
-        return backend.load(folder, manifest, graph, threads=threads)
-    if device == "cpu":
-        raise OptionError(f"device cpu: this engine is for {manifest.device}; `visionfast build` makes one for the cpu")
-    from visionfast.cuda import CudaDevice, gpu_index
-
-    index = backend.check_runnable(manifest, device_index=gpu_index(device))
-    return backend.load_on(CudaDevice(index or 0), folder, manifest, graph)
-
-
-def runs_here(manifest: EngineManifest) -> bool:
-    """Whether this machine can run an engine."""
-    try:
-        get_backend(manifest.backend).check_runnable(manifest)
-    except (BackendError, OptionError):
-        return False
-    return True
-
-
-def check_outputs(folder: Path, manifest: EngineManifest) -> None:
-    """Raises `ManifestError` unless the first graph gives what the task's post-processing takes."""
-    expected = ["predictions", "prototypes"] if manifest.spec.task == "segment" else ["predictions"]
-    if (got := [tensor.name for tensor in manifest.spec.graphs[0].outputs]) != expected:
-        raise ManifestError(
-            f"{folder / artifacts.MANIFEST_NAME}: expected the outputs {', '.join(expected)} for {manifest.spec.task}, "
-            f"got {', '.join(got)}; build the engine again"
-        )
 
 
 def _option_names(opened: type[Detector]) -> list[str]:

@@ -1,0 +1,103 @@
+"""An engine's folder → its graphs, loaded where they were built for, once engine.json says that they fit its task."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from visionfast import artifacts
+from visionfast.backends import DeviceEngine, get_backend
+from visionfast.errors import BackendError, ManifestError, OptionError
+from visionfast.types import EngineManifest, ModelSpec, Runner, Task
+
+__all__ = ["PROMPT_INPUTS", "check_outputs", "load_graphs", "runs_here"]
+
+PROMPT_INPUTS = ("points", "labels", "mask_input", "has_mask")
+"""What a prompt decoder takes, behind the encoder's outputs."""
+
+_OUTPUTS: dict[Task, tuple[str, ...]] = {
+    "detect": ("predictions",),
+    "segment": ("predictions", "prototypes"),
+    "prompt-segment": ("masks", "scores"),
+}
+"""Of the last graph: what the task's post-processing takes."""
+
+
+def runs_here(manifest: EngineManifest) -> bool:
+    """Whether this machine can run an engine."""
+    try:
+        get_backend(manifest.backend).check_runnable(manifest)
+    except (BackendError, OptionError):
+        return False
+    return True
+
+
+def check_outputs(folder: Path, manifest: EngineManifest) -> None:
+    """Raises `ManifestError` unless the graphs fit one another and give what the task's post-processing takes."""
+    where, task = folder / artifacts.MANIFEST_NAME, manifest.spec.task
+    graphs = manifest.spec.graphs
+    expected = ("encoder", "decoder") if task == "prompt-segment" else (graphs[0].name,)
+    if (names := tuple(graph.name for graph in graphs)) != expected:
+        raise ManifestError(
+            f"{where}: expected the graphs {', '.join(expected)} for {task}, got {', '.join(names)}; "
+            "build the engine again"
+        )
+    if (got := tuple(tensor.name for tensor in graphs[-1].outputs)) != _OUTPUTS[task]:
+        raise ManifestError(
+            f"{where}: expected the outputs {', '.join(_OUTPUTS[task])} for {task}, got {', '.join(got)}; "
+            "build the engine again"
+        )
+    if task == "prompt-segment":
+        _check_decoder(where, manifest.spec)
+
+
+def _check_decoder(where: Path, spec: ModelSpec) -> None:
+    """The decoder takes what the encoder gives, and prompts behind it."""
+    encoder, decoder = spec.graphs
+    features = [(tensor.name, tensor.shape, tensor.dtype) for tensor in encoder.outputs]
+    taken = [(tensor.name, tensor.shape, tensor.dtype) for tensor in decoder.inputs[: len(features)]]
+    prompts = tuple(tensor.name for tensor in decoder.inputs[len(features) :])
+    if taken != features or prompts != PROMPT_INPUTS:
+        raise ManifestError(
+            f"{where}: decoder: expected the encoder's outputs and then {', '.join(PROMPT_INPUTS)} as its inputs, got "
+            f"{', '.join(tensor.name for tensor in decoder.inputs)}; build the engine again"
+        )
+
+
+def load_graphs(
+    folder: Path, manifest: EngineManifest, *, threads: int | None = None, device: str | None = None
+) -> list[Runner | DeviceEngine]:
+    """Every graph, in order; those on a GPU share one stream.
+
+    Args:
+        folder: the engine's.
+        manifest: of `check_outputs`.
+        threads: processors to compute on, for an engine on the host; default: all that this process may use.
+        device: `cpu`, `cuda` or `cuda:1`; default: what the engine was built for, the first of its kind.
+
+    Raises:
+        OptionError: the engine is not for that device, or `threads` is not at least 1.
+        BackendError: this machine cannot run it; nothing stays loaded.
+    """
+    if threads is not None and threads < 1:
+        raise OptionError(f"threads: expected at least 1, got {threads}")
+    backend, graphs = get_backend(manifest.backend), manifest.spec.graphs
+    if (device == "cpu") != (manifest.device == "cpu") and device is not None:
+        built, other = ("the cpu", "a GPU") if manifest.device == "cpu" else (manifest.device, "the cpu")
+        raise OptionError(f"device {device}: this engine is for {built}; `visionfast build` makes one for {other}")
+    with contextlib.ExitStack() as opened:
+        loaded: list[Runner | DeviceEngine] = []
+        if manifest.device == "cpu":
+            for graph in graphs:
+                loaded.append(backend.load(folder, manifest, graph, threads=threads))
+                opened.callback(loaded[-1].close)
+        else:
+            from visionfast.cuda import CudaDevice, gpu_index
+
+            index = backend.check_runnable(manifest, device_index=gpu_index(device))
+            stream = CudaDevice(index or 0)
+            for graph in graphs:
+                loaded.append(backend.load_on(stream, folder, manifest, graph))
+                opened.callback(loaded[-1].close)
+        opened.pop_all()  # all went well: they stay open
+    return loaded

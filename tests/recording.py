@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from visionfast import machine
+from visionfast.backends import check_bound
 from visionfast.types import GraphSpec, TensorSpec
 
 __all__ = ["RecordingDevice", "RecordingEngine"]
@@ -125,7 +126,9 @@ class RecordingEngine:
         return self._graph.outputs
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert not self._tensors, "bound twice"
+        varies = any(spec.axes for spec in self.inputs)
+        assert varies or not self._tensors, "bound twice, and its sizes are always the same"
+        check_bound((*self.inputs, *self.outputs), tensors)
         self.device.log.append("bind")
         self._tensors = dict(tensors)
         self._addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -76,7 +76,7 @@ def _run(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.
     return done, json.loads(figures.read_text()) if figures.exists() else {}
 
 
-@pytest.mark.timeout(1800)  # 200 compilations: a minute on two quiet cores, many on busy ones
+@pytest.mark.timeout(1800)  # 250 compilations: a minute on two quiet cores, many on busy ones
 def test_every_kernel_compiles_for_every_architecture_and_is_sound(tmp_path: Path) -> None:
     """What `make cubins` does."""
     done, compiled = _run(tmp_path)

@@ -28,6 +28,7 @@ from gpu_checks import network
 from gpu_checks.cuda_machine import _ALLOCATES, _WAITS
 from gpu_checks.host_machine import HostMachine
 from gpu_checks.kernel_results import check_detections, check_letterbox
+from gpu_checks.prompt_checks import check_prompt_kernels
 from gpu_checks.rows import Deadline, Ledger, Row, read_rows, show, timed
 from gpu_checks.session_checks import check_frugality, check_graph
 from gpu_checks.subjects import TINY, Context, Subjects
@@ -95,6 +96,28 @@ def test_a_wrong_pixel_fails(context: Context, monkeypatch: pytest.MonkeyPatch) 
     (row,) = islice(check_letterbox(context), 1)
     assert row.verdict == "failed"
     assert "1 of 6144 values" in row.detail
+
+
+@rehearsed
+@pytest.mark.parametrize("call", ["pack", "count"])
+def test_a_wrong_mask_fails(context: Context, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    from visionfast.postprocess.kernels.enlarge import EnlargeKernels
+
+    right = getattr(EnlargeKernels, call)
+
+    def nudged(kernels: Any, *args: Any, **options: Any) -> Any:
+        answer = right(kernels, *args, **options)
+        if call == "pack":
+            kernels.words[0] ^= 1 << 5  # one pixel of one mask
+        else:
+            kernels.counts[0, 1] += 1
+        return answer
+
+    monkeypatch.setattr(EnlargeKernels, call, nudged)
+    (row,) = islice(check_prompt_kernels(context), 1)
+    assert row.verdict == "failed"
+    assert ("1 beyond" in row.detail) == (call == "pack")
+    assert ("1 of 6 counts wrong" in row.detail) == (call == "count")
 
 
 @rehearsed

@@ -53,6 +53,7 @@ __all__ = [
 KERNEL_MODULES = (
     "visionfast.preprocess.kernels",
     "visionfast.postprocess.kernels.detections",
+    "visionfast.postprocess.kernels.enlarge",
     "visionfast.postprocess.kernels.masks",
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)

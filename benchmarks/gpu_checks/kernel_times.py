@@ -14,7 +14,7 @@ from visionfast.postprocess.kernels.layout import found_shape
 from visionfast.preprocess.reference import letterbox_geometry
 from visionfast.types import Letterbox, PreprocessSpec
 
-__all__ = ["check_kernel_times"]
+__all__ = ["check_kernel_times", "timed_with_kernels"]
 
 NMS_GOAL_NS = 60e3
 MASKS_GOAL_NS = 150e3
@@ -40,12 +40,13 @@ def _floor(context: Context, moved_bytes: float) -> str:
     return f"floor {in_words(moved_bytes / context.copy_bytes_per_s * 1e9)}"
 
 
-def _timed(
+def timed_with_kernels(
     context: Context,
     device: Any,
     name: str,
-    work: Callable[[], None],
+    work: Callable[[], Any],
     *,
+    check: str = "kernel times",
     moved_bytes: float,
     detail: str,
     goal_ns: float | None = None,
@@ -55,13 +56,13 @@ def _timed(
     until = Deadline(context.until.left() / 3)
     samples = context.machine.time(device, work, repeats=scale.repeats, until=until)
     beside = _floor(context, moved_bytes)
-    yield timed("kernel times", name, samples, beside=beside, goal_ns=goal_ns, detail=f"{detail}; cold L2")
+    yield timed(check, name, samples, beside=beside, goal_ns=goal_ns, detail=f"{detail}; cold L2")
     if context.until.left():
         each = context.machine.kernels_ns(device, work, repeats=min(scale.repeats, 50))
         for kernel, spent in each.items():
-            yield timed("kernel times", f"  · {kernel[:26]}", spent, detail="profiler; warm L2")
+            yield timed(check, f"  · {kernel[:26]}", spent, detail="profiler; warm L2")
         if not each:
-            yield absent("kernel times", f"  · the kernels of {name}", "the profiler shows none")
+            yield absent(check, f"  · the kernels of {name}", "the profiler shows none")
 
 
 def _detections(context: Context) -> Iterator[Row]:
@@ -95,7 +96,7 @@ def _detections(context: Context) -> Iterator[Row]:
             kernels.enqueue(predictions, where)
             device.synchronize()
             kept, candidates = kernels.found[0, 0, :2].tolist()
-        yield from _timed(
+        yield from timed_with_kernels(
             context,
             device,
             f"NMS {anchors} × {classes}, batch {batch}",
@@ -138,7 +139,7 @@ def _masks(context: Context) -> Iterator[Row]:
         device.synchronize()
         words = int(kernels.offsets[0, -1].item())
     area = float(np.prod(xyxy[:, 2:] - xyxy[:, :2], axis=1).sum())
-    yield from _timed(
+    yield from timed_with_kernels(
         context,
         device,
         f"masks of {n} objects, {width}×{height}",
@@ -170,4 +171,4 @@ def _letterbox(context: Context) -> Iterator[Row]:
     detail = "floor: the whole frame read once"
     for name, work, read in (("RGB", letterbox_rgb, rgb.nbytes), ("NV12", letterbox_nv12, y.nbytes + uv.nbytes)):
         title = f"letterbox {name} {width}×{height}"
-        yield from _timed(context, device, title, work, moved_bytes=read + out.nbytes, detail=detail)
+        yield from timed_with_kernels(context, device, title, work, moved_bytes=read + out.nbytes, detail=detail)

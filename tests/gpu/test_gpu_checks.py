@@ -33,7 +33,20 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Context(cuda, FULL, subjects, seed=1, until=Deadline(300), copy_bytes_per_s=0.0)
 
 
-@pytest.mark.parametrize("check", ["detections", "masks", "letterbox", "certificate", "graph", "requests", "threads"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "detections",
+        "masks",
+        "letterbox",
+        "prompt kernels",
+        "certificate",
+        "graph",
+        "requests",
+        "threads",
+        "prompt session",
+    ],
+)
 def test_is_right_on_this_card(context: Any, check: str) -> None:
     from dataclasses import replace
 

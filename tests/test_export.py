@@ -1,4 +1,4 @@
-"""Fixed-shape ONNX: the same bytes for the same weights, with the precision written into the graph."""
+"""ONNX: the same bytes for the same weights, with shapes, axes and precision written into the graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from small_prompts import DECODER, prompt_feeds, small_prompt_segmenter
 from torch import nn
 
 from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import ArtifactError, BuildError, OptionError
-from visionfast.export import export_onnx, half_precision
+from visionfast.export import example_inputs, export_onnx, half_precision
 from visionfast.families import LoadedModel, identify
 from visionfast.types import GraphSpec, TensorSpec
 
@@ -109,12 +110,14 @@ def test_fp16_keeps_the_box_decode_in_fp32(segment: LoadedModel, tmp_path: Path)
     assert casts == [TensorProto.FLOAT] * 3
 
 
-def test_fp16_without_islands_is_all_fp16(segment: LoadedModel, tmp_path: Path) -> None:
+def test_fp16_without_islands_is_fp16_but_for_the_softmax(segment: LoadedModel, tmp_path: Path) -> None:
     written = export(segment, tmp_path / "a.onnx", "fp16", keep=())
     assert {t.dtype for t in written.outputs} == {"float16"}
     model, types = onnx.load(tmp_path / "a.onnx"), value_types(tmp_path / "a.onnx")
     scales = {node.input[2] for node in model.graph.node if node.op_type == "Resize"}  # FP32 by ONNX's rule
-    assert {name for name, dtype in types.items() if dtype == TensorProto.FLOAT} == scales
+    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
+    computed = {*softmax.input, *softmax.output}
+    assert {name for name, dtype in types.items() if dtype == TensorProto.FLOAT} == scales | computed
 
 
 def test_more_modules_can_be_kept(segment: LoadedModel, tmp_path: Path) -> None:
@@ -127,8 +130,13 @@ def test_more_modules_can_be_kept(segment: LoadedModel, tmp_path: Path) -> None:
 
 
 def test_unknown_module_to_keep(segment: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"'blocks\.99'.*blocks\.0"):
-        export(segment, tmp_path / "a.onnx", "fp16", keep=("blocks.99",))
+    for path, near in (
+        ("blocks.99", r"blocks\.0, "),
+        ("blocks.4.nowhere", r"blocks\.4\.cv1, "),
+        ("a.b", "blocks, decode"),
+    ):
+        with pytest.raises(OptionError, match=f"there is no module '{path}'; expected a path such as {near}"):
+            export(segment, tmp_path / "a.onnx", "fp16", keep=(path,))
     assert not list(tmp_path.iterdir())
 
 
@@ -210,6 +218,75 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"1e\+05, beyond float16"):
         export_onnx(layer, graph, tmp_path / "a.onnx", precision="fp16")
     assert not list(tmp_path.iterdir())
+
+
+# ---- axes that vary ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_axes_are_named_sides(tmp_path: Path, precision: Any) -> None:
+    model = small_prompt_segmenter()
+    keep, inputs = model.fp32_islands["decoder"], model.fp32_inputs["decoder"]
+    path = tmp_path / "a.onnx"
+    module = model.modules["decoder"]
+    written = export_onnx(module, DECODER, path, precision=precision, keep_fp32=keep, fp32_inputs=inputs)
+    graph = onnx.load(path).graph
+    for spec, value in zip((*DECODER.inputs, *DECODER.outputs), (*graph.input, *graph.output), strict=True):
+        sides = [side.dim_param or side.dim_value for side in value.type.tensor_type.shape.dim]
+        axes = spec.axes or ("",) * len(spec.shape)
+        assert (value.name, sides) == (spec.name, [axis or most for axis, most in zip(axes, spec.shape, strict=True)])
+    dtypes = {spec.name: spec.dtype for spec in written.inputs}
+    half = "float16" if precision == "fp16" else "float32"
+    assert dtypes == {"image_embeddings": half, "high_res": half} | dict.fromkeys(inputs, "float32")
+    assert [spec.shape for spec in written.inputs] == [spec.shape for spec in DECODER.inputs]
+    assert written.usual == DECODER.usual
+    before = path.read_bytes()
+    export_onnx(module, DECODER, path, precision=precision, keep_fp32=keep, fp32_inputs=inputs)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("prompts", "points"), [(1, 1), (1, 2), (2, 1), (2, 3), (5, 6)])
+def test_every_size_of_an_axis_is_answered(tmp_path: Path, prompts: int, points: int) -> None:
+    """In one dynamic model, which has nothing of the sizes in it that it was traced with."""
+    import openvino as ov
+
+    module = small_prompt_segmenter().modules["decoder"]
+    export_onnx(module, DECODER, tmp_path / "a.onnx", precision="fp32")
+    feeds = prompt_feeds(prompts, points)
+    with torch.no_grad():
+        expected = module(*(torch.from_numpy(array) for array in feeds.values()))
+    compiled = ov.Core().compile_model(tmp_path / "a.onnx", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = compiled.create_infer_request().infer(feeds)
+    for got, want in zip(found.values(), expected, strict=True):
+        np.testing.assert_allclose(got, want.numpy(), atol=1e-5)
+
+
+class Frozen(nn.Module):
+    """Writes the size that it is traced with into its graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(int(x.shape[0]), 2, 2) * 2
+
+
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize(("module", "got"), [(Frozen(), r"\(2, 2, 2\)"), (Summed(), r"\(1, 4\)")])
+def test_an_axis_that_does_not_vary(tmp_path: Path, module: nn.Module, got: str) -> None:
+    rank = 3 if isinstance(module, Frozen) else 2
+    axes = ("many", *("",) * (rank - 1))
+    outputs = (TensorSpec("y", (8, 2, 2) if rank == 3 else (8, 4), "float32", axes=axes),)
+    graph = GraphSpec("g", (TensorSpec("x", (8, 4), "float32", axes=("many", "")),), outputs, {"many": 1})
+    with pytest.raises(BuildError, match=rf"g: expected the output y \(many 1\.\.8, .*\), got y {got}"):
+        export_onnx(module.eval(), graph, tmp_path / "a.onnx", precision="fp32")
+    assert not list(tmp_path.iterdir())
+
+
+def test_examples_have_no_two_axes_of_one_size() -> None:
+    shapes = [tuple(tensor.shape) for tensor in example_inputs(DECODER)]
+    assert shapes == [(1, 16, 8, 8), (1, 4, 16, 16), (2, 3, 2), (2, 3), (2,)]
 
 
 # ---- the same answers -------------------------------------------------------------------------------------

@@ -12,55 +12,21 @@ from typing import Any
 import cv2
 import pytest
 import torch
+from half_backend import COMPILED, HalfBackend
 from torch import nn
 
 from visionfast import artifacts, machine
-from visionfast.backends import BACKENDS, Availability, Compiled, CompileRequest
+from visionfast.backends import BACKENDS, Compiled, CompileRequest
 from visionfast.backends.torch import TorchRunner
 from visionfast.build import build
 from visionfast.checkpoint import open_checkpoint
 from visionfast.drift import measure_drift
 from visionfast.errors import BuildError
-from visionfast.export import half_precision
 from visionfast.families import identify
 from visionfast.precision import Drift
 from visionfast.types import EngineManifest, GraphSpec, Runner
 
 pytest.importorskip("ultralytics", reason="networks are made with ultralytics: pip install 'visionfast[build]'")
-
-_COMPILED: dict[str, Any] = {}
-"""Token in an engine's file → the module that it stands for."""
-
-
-class HalfBackend:
-    """Computes the typed graph in FP16 on the CPU: what the GPU backends do, where there is no GPU."""
-
-    name = "half"
-    typed_graphs = True
-
-    def availability(self) -> Availability:
-        return Availability("1", True, True, "", ("fp16", "fp32"))
-
-    def resolve_device(self, gpu: str | None) -> str:
-        return gpu or "cpu"
-
-    def compile(self, request: CompileRequest) -> Compiled:
-        module = request.module
-        if request.precision == "fp16":
-            module = half_precision(module, request.keep_fp32)
-        token = str(len(_COMPILED))
-        _COMPILED[token] = module
-        (request.folder / "model.half").write_text(token)
-        return Compiled(request.graph, "model.half", ("model.half",))
-
-    def default_precision(self, device: str) -> Any:
-        return "fp16"
-
-    def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:
-        pass
-
-    def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
-        return TorchRunner(_COMPILED[(folder / manifest.files["model"]).read_text()], graph, threads=1)
 
 
 class RefusingBackend(HalfBackend):
@@ -97,7 +63,7 @@ def half_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setitem(BACKENDS, kind.name, f"{__name__}:{kind.__name__}")
     monkeypatch.setattr(machine, "usable_cpus", lambda: 1)  # tiny tensors: more threads only wait for each other
     yield
-    _COMPILED.clear()
+    COMPILED.clear()
 
 
 def _overflow(bottleneck: Any) -> None:
@@ -242,7 +208,7 @@ def test_without_a_search_the_failure_is_written(made: Callable[..., Path], half
     proof = manifest.certificate
     assert (proof.status, proof.kept, proof.search) == ("failed", {}, "")
     assert artifacts.read_manifest(folder, verify=True) == manifest
-    assert len(_COMPILED) == 1
+    assert len(COMPILED) == 1
 
 
 def test_what_is_wrong_in_fp32_too_is_not_searched_for(made: Callable[..., Path], half_build: _Build) -> None:
@@ -252,7 +218,7 @@ def test_what_is_wrong_in_fp32_too_is_not_searched_for(made: Callable[..., Path]
     assert proof.search.startswith("it is not precision: with everything in FP32 it fails too (max score difference")
     assert manifest.keep_fp32 == ("decode",)
     assert artifacts.read_manifest(folder, verify=True) == manifest
-    assert len(_COMPILED) == 2
+    assert len(COMPILED) == 2
 
 
 @pytest.mark.parametrize(("max_builds", "status"), [(1, "failed"), (2, "passed")])
@@ -264,7 +230,7 @@ def test_a_budget_that_runs_out(made: Callable[..., Path], half_build: _Build, m
     assert list(proof.kept) == (["blocks.4"] if status == "passed" else [])
     assert f"{max_builds} " in proof.search
     assert artifacts.read_manifest(folder, verify=True) == manifest
-    assert len(_COMPILED) == 1 + max_builds
+    assert len(COMPILED) == 1 + max_builds
 
 
 def test_a_set_that_the_compiler_refuses_is_one_that_fails(made: Callable[..., Path], half_build: _Build) -> None:

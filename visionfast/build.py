@@ -41,7 +41,7 @@ def build(
         precision: default: the backend's own (FP16 on GPUs, FP32 on CPUs).
         gpu: the GPU generation to compile for, e.g. `sm89`.
         images: real ones to certify on; default: two photographs.
-        keep_fp32: modules that stay FP32 in an FP16 graph.
+        keep_fp32: modules that stay FP32 in an FP16 graph; of a model with several graphs, `encoder.blocks.3`.
         trust_checkpoint: load a pickle without the allow-list.
         name: of the engine's folder; default: the weights file's name.
         search: where an FP16 engine's certificate fails, find the modules that drift, keep them in FP32, and say in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,7 +16,7 @@ from visionfast.backends import BACKENDS, Backend, CompileRequest, get_backend
 from visionfast.certify import certify_files, default_images
 from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import BackendError, BackendUnavailableError, OptionError
-from visionfast.export import export_onnx
+from visionfast.export import check_paths, export_onnx
 from visionfast.families import LoadedModel, identify
 from visionfast.islands import with_islands
 from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision
@@ -73,7 +73,7 @@ class Plan:
         model: the checkpoint, opened.
         weights_sha256: of the checkpoint.
         precision: of the engines.
-        keep_fp32: modules that the caller wants in FP32.
+        keep_fp32: modules that the caller wants in FP32; of several graphs, `graph.path`.
         images: to certify on.
         max_builds: in the search for modules that drift; 0: no search.
         progress: is told each stage as it begins.
@@ -138,6 +138,7 @@ class Plan:
         progress("reading the checkpoint")
         checkpoint = open_checkpoint(model, trust=trust_checkpoint)
         loaded = identify(checkpoint).load(checkpoint, name=name or _plain_name(model), size_hw=size_hw, batch=batch)
+        _check_keep_fp32(loaded, keep_fp32)
         return cls(
             backend=chosen,
             runtime_version=state.version,
@@ -156,19 +157,32 @@ class Plan:
         """What is written into the graphs."""
         return self.precision if self.backend.typed_graphs else "fp32"
 
-    def islands(self, graph: str) -> tuple[str, ...]:
-        """Modules of a graph that stay FP32 in any case: the family's, and the caller's."""
-        return (*self.model.fp32_islands.get(graph, ()), *self.keep_fp32)
+    def islands(self, graph: str, keep_fp32: Sequence[str] = ()) -> tuple[str, ...]:
+        """Paths of a graph's modules that stay FP32: the family's, the caller's, and those in `keep_fp32`, which are
+        named as the caller's are."""
+        named = (*self.keep_fp32, *keep_fp32)
+        return (*self.model.fp32_islands.get(graph, ()), *_of_graph(self.model.spec.graphs, graph, named))
 
     def export(self, folder: Path, keep_fp32: Sequence[str] = ()) -> tuple[Exported, ...]:
-        """Every graph of the model as ONNX; the same for every device."""
-        exported = []
+        """Every graph of the model as ONNX; the same for every device.
+
+        What a graph takes from one before it, it takes in the dtype that comes out there.
+        """
+        exported: list[Exported] = []
         for graph in self.model.spec.graphs:
             self.progress(f"exporting {graph.name}")
             path = folder / f"{graph.name}.onnx"
-            islands = (*self.islands(graph.name), *keep_fp32)
-            module = self.model.modules[graph.name]
-            written = export_onnx(module, graph, path, precision=self.graph_precision, keep_fp32=islands)
+            islands = self.islands(graph.name, keep_fp32)
+            before = {output.name: output.dtype for item in exported for output in item.graph.outputs}
+            handed_on = tuple(tensor.name for tensor in graph.inputs if before.get(tensor.name) == "float32")
+            written = export_onnx(
+                self.model.modules[graph.name],
+                graph,
+                path,
+                precision=self.graph_precision,
+                keep_fp32=islands,
+                fp32_inputs=(*self.model.fp32_inputs.get(graph.name, ()), *handed_on),
+            )
             exported.append(Exported(written, path, islands))
         return tuple(exported)
 
@@ -195,7 +209,7 @@ class Plan:
             files[item.graph.name] = compiled.file
             layers.update(compiled.layers)
             hashes |= {name: artifacts.sha256_file(folder / name) for name in compiled.files}
-        kept = [path for item in exported for path in item.islands] if self.graph_precision == "fp16" else []
+        kept = self._named((item.graph.name, path) for item in exported for path in item.islands)
         manifest = EngineManifest(
             spec=replace(self.model.spec, graphs=tuple(graphs)),
             backend=self.backend.name,
@@ -206,7 +220,7 @@ class Plan:
             sha256=hashes,
             onnx_sha256={item.graph.name: artifacts.sha256_file(item.path) for item in exported},
             weights_sha256=self.weights_sha256,
-            keep_fp32=tuple(dict.fromkeys(kept)),
+            keep_fp32=kept if self.graph_precision == "fp16" else (),
             certificate=Certificate("not yet run on a device"),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             visionfast_version=__version__,
@@ -251,13 +265,47 @@ class Plan:
             failed,
             folder,
             make=make,
-            keep_fp32=self.islands(self.model.spec.graphs[0].name),
+            keep_fp32=self._named((g.name, path) for g in self.model.spec.graphs for path in self.islands(g.name)),
             max_builds=self.max_builds,
             progress=self.progress,
         )
 
+    def _named(self, paths: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        """Modules of the graphs as people name them, each once."""
+        graphs = self.model.spec.graphs
+        return tuple(dict.fromkeys(_full_path(graphs, graph, path) for graph, path in paths))
+
     def _for(self, device: str) -> str:
         return f" for {device}" if len(self.devices) > 1 else ""
+
+
+def _full_path(graphs: Sequence[GraphSpec], graph: str, path: str) -> str:
+    """A module's path as people name it: where there are several graphs, with its graph's name before it."""
+    if len(graphs) == 1:
+        return path
+    return f"{graph}.{path}" if path else graph  # an empty path is the whole graph
+
+
+def _of_graph(graphs: Sequence[GraphSpec], graph: str, named: Sequence[str]) -> tuple[str, ...]:
+    """Of modules as people name them, the paths inside one graph."""
+    if len(graphs) == 1:
+        return tuple(named)
+    split = [name.partition(".") for name in named]
+    return tuple(path for first, _, path in split if first == graph)
+
+
+def _check_keep_fp32(model: LoadedModel, keep_fp32: Sequence[str]) -> None:
+    """Raises `OptionError` where a name is no module's."""
+    graphs = model.spec.graphs
+    for name in keep_fp32:
+        if len(graphs) > 1 and name.partition(".")[0] not in model.modules:
+            raise OptionError(
+                f"keep_fp32: there is no graph for {name!r}; expected a module's path that begins with "
+                f"{' or '.join(f'{graph.name}.' for graph in graphs)}"
+            )
+    for graph in graphs:
+        prefix = f"{graph.name}." if len(graphs) > 1 else ""
+        check_paths(model.modules[graph.name], _of_graph(graphs, graph.name, keep_fp32), prefix=prefix)
 
 
 def _plain_name(model: Path) -> str:

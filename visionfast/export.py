@@ -1,8 +1,8 @@
-"""An eager module → one fixed-shape ONNX file with its precision written into it.
+"""An eager module → one ONNX file with its shapes and its precision written into it.
 
 TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the
-graph: in a half-precision graph the weights are float16, and casts stand before and after the modules that
-stay FP32.
+graph: in a half-precision graph the weights are float16, and casts stand before and after what stays FP32: the
+modules that are named, and every softmax.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from typing import TYPE_CHECKING, Any, cast
 
 from visionfast.artifacts import atomic_write
 from visionfast.errors import BuildError, OptionError
-from visionfast.types import GraphSpec, Precision
+from visionfast.types import GraphSpec, Precision, TensorSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["OPSET", "export_onnx", "half_precision", "mapped"]
+__all__ = ["OPSET", "check_paths", "example_inputs", "export_onnx", "half_precision", "mapped"]
 
 OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
 _MAX_PROTOBUF_BYTES = (1 << 31) - 1
 
 
 def export_onnx(
-    module: nn.Module, graph: GraphSpec, path: Path, *, precision: Precision, keep_fp32: Sequence[str] = ()
+    module: nn.Module,
+    graph: GraphSpec,
+    path: Path,
+    *,
+    precision: Precision,
+    keep_fp32: Sequence[str] = (),
+    fp32_inputs: Sequence[str] = (),
 ) -> GraphSpec:
-    """Writes `module` to `path`, for exactly the shapes of `graph`.
+    """Writes `module` to `path`, for exactly the shapes of `graph`; its axes are dimensions of their names in the file.
 
     The same weights and options give the same bytes. The caller's module is not changed. `bf16` is no
     precision of a graph here (OpenVINO chooses it when it runs): it writes the FP32 graph.
@@ -43,29 +49,38 @@ def export_onnx(
         graph: its tensors; all floating ones float32.
         path: the ONNX file; replaced at once when all went well, else left as it was.
         precision: of the graph.
-        keep_fp32: dotted paths of submodules that stay FP32, with all that is below them, in an `fp16` graph.
+        keep_fp32: dotted paths of submodules that stay FP32, with all that is below them, in an `fp16` graph; an
+            empty one is the whole.
+        fp32_inputs: names of inputs that stay float32 in an `fp16` graph.
 
     Returns:
-        The graph with the dtypes as written. In an `fp16` graph the inputs are float16, and so are the
+        The graph with the dtypes as written. In an `fp16` graph the other inputs are float16, and so are the
         outputs that do not come straight out of a module that stays FP32.
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
-        BuildError: the module cannot be exported, or has more than 2 GiB of weights.
+        BuildError: the module cannot be exported, has more than 2 GiB of weights, or an axis does not vary in it.
         ArtifactError: the file cannot be written.
     """
-    import torch
-
     traced = half_precision(module, keep_fp32) if precision == "fp16" else module
-    typed = dataclasses.replace(graph, inputs=tuple(_typed(i, precision) for i in graph.inputs))
-    feeds = tuple(torch.zeros(i.shape, dtype=getattr(torch, i.dtype)) for i in typed.inputs)
-    model = _traced_onnx(traced, feeds, graph)
+    assert set(fp32_inputs) <= {i.name for i in graph.inputs}, fp32_inputs
+    inputs = tuple(i if i.name in fp32_inputs else _typed(i, precision) for i in graph.inputs)
+    typed = dataclasses.replace(graph, inputs=inputs)
+    model = _traced_onnx(traced, example_inputs(typed), graph)
     written = _checked(model, typed)
     atomic_write(path, model.SerializeToString(deterministic=True))
     return written
 
 
-def _typed(spec: Any, precision: Precision) -> Any:
+def example_inputs(graph: GraphSpec) -> tuple[torch.Tensor, ...]:
+    """Zeros to trace a module of `graph` with. No axis is 0 or 1, which tracers take for fixed; no two are equal."""
+    import torch
+
+    sizes = {axis: size for size, axis in enumerate(graph.usual, start=2)}
+    return tuple(torch.zeros(i.sized(sizes), dtype=getattr(torch, i.dtype)) for i in graph.inputs)
+
+
+def _typed(spec: TensorSpec, precision: Precision) -> TensorSpec:
     halved = precision == "fp16" and spec.dtype == "float32"
     return dataclasses.replace(spec, dtype="float16") if halved else spec
 
@@ -78,7 +93,8 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
 
     A value is cast where weights of the other precision meet it, not where it is made: between neighbours that are
     both kept it stays float32, also on its way through what has no weights (an activation, a concatenation), and what
-    a kept submodule hands out of `module` goes out as it was computed.
+    a kept submodule hands out of `module` goes out as it was computed. Every softmax is FP32
+    (`visionfast.functions`): it is a function, which cannot be named.
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
@@ -87,13 +103,16 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
     import torch
     from torch import nn
 
+    from visionfast.functions import SoftmaxInFp32
+
     class HalfPrecision(nn.Module):
         def __init__(self, network: nn.Module) -> None:
             super().__init__()
             self.network = network
 
         def forward(self, *inputs: torch.Tensor) -> Any:
-            return self.network(*inputs)
+            with SoftmaxInFp32():
+                return self.network(*inputs)
 
     def takes(wanted: torch.dtype, other: torch.dtype) -> Any:
         def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +121,7 @@ def half_precision(module: nn.Module, keep_fp32: Sequence[str] = ()) -> nn.Modul
         return cast
 
     network = copy.deepcopy(module)
-    _check_paths(network, keep_fp32)
+    check_paths(network, keep_fp32)
     kept = {id(inner) for path, inner in _everywhere(network) if _is_within(path, keep_fp32)}
     for path, inner in network.named_modules(prefix="the network"):
         if id(inner) not in kept:
@@ -141,12 +160,21 @@ def _halve_own_tensors(module: nn.Module, path: str) -> None:
             tensor.data = half
 
 
-def _check_paths(network: nn.Module, keep_fp32: Sequence[str]) -> None:
+def check_paths(network: nn.Module, keep_fp32: Sequence[str], *, prefix: str = "") -> None:
+    """Raises `OptionError` unless `keep_fp32` has paths of submodules only; `prefix` stands before them in messages."""
     paths = [path for path, _ in _everywhere(network)]
     for path in keep_fp32:
         if path not in paths:
-            near = sorted(name for name in paths if name.rpartition(".")[0] == path.rpartition(".")[0])
-            raise OptionError(f"keep_fp32: there is no module {path!r}; expected a path such as {', '.join(near[:8])}")
+            beside = (path.rpartition(".")[0], "")  # else the uppermost
+            near = next((found for outer in beside if (found := sorted(_directly_below(outer, paths)))), [])
+            raise OptionError(
+                f"keep_fp32: there is no module {prefix + path!r}; expected a path such as "
+                f"{', '.join(prefix + name for name in near[:8])}"
+            )
+
+
+def _directly_below(outer: str, paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if path and path.rpartition(".")[0] == outer]
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -170,9 +198,11 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
     import onnx
     import torch
 
+    from visionfast.functions import FixedNorms
+
     buffer = io.BytesIO()
     try:
-        with _quiet_exporter(), torch.no_grad():
+        with _quiet_exporter(), torch.no_grad(), FixedNorms():
             # The dynamo exporter fails on a YOLO head and silently fixes a dynamic batch (torch 2.14).
             torch.onnx.export(
                 module,
@@ -181,6 +211,7 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
                 input_names=[i.name for i in graph.inputs],
                 output_names=[o.name for o in graph.outputs],
                 opset_version=OPSET,
+                dynamic_axes={t.name: _varying(t) for t in (*graph.inputs, *graph.outputs) if t.axes},
                 do_constant_folding=True,
                 dynamo=False,
             )
@@ -202,12 +233,13 @@ def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: Grap
 
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Without the exporter's own deprecation notice, and the tracer's notes on shapes, fixed on purpose."""
+    """Without the exporter's own deprecation notice, and its notes on shapes, fixed on purpose, and on folding."""
     from torch.jit._trace import TracerWarning
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.|visionfast\.export")
         warnings.filterwarnings("ignore", category=TracerWarning)
+        warnings.filterwarnings("ignore", "Constant folding", UserWarning)
         yield
 
 
@@ -229,11 +261,31 @@ def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise BuildError(f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})") from error
     outputs = []
-    for spec, value in zip(graph.outputs, inferred.graph.output, strict=True):
+    for spec, value, declared in zip(graph.outputs, inferred.graph.output, model.graph.output, strict=True):
         tensor = value.type.tensor_type
-        shape = tuple(dimension.dim_value for dimension in tensor.shape.dim)
+        shape = tuple(side.dim_param or side.dim_value for side in tensor.shape.dim)
+        if value.name != spec.name or not _agrees(spec, shape):
+            shown = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+            raise BuildError(f"{graph.name}: expected the output {spec.name} {spec.shown}, got {value.name} {shown}")
+        for position, side in enumerate(declared.type.tensor_type.shape.dim):
+            if position not in _varying(spec):
+                side.dim_value = spec.shape[position]  # the exporter left some of them open
         dtype = str(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-        if value.name != spec.name or shape != spec.shape:
-            raise BuildError(f"{graph.name}: expected the output {spec.name} {spec.shape}, got {value.name} {shape}")
         outputs.append(dataclasses.replace(spec, dtype=dtype))
     return dataclasses.replace(graph, outputs=tuple(outputs))
+
+
+def _varying(spec: TensorSpec) -> dict[int, str]:
+    return {dimension: axis for dimension, axis in enumerate(spec.axes) if axis}
+
+
+def _agrees(spec: TensorSpec, shape: tuple[int | str, ...]) -> bool:
+    """Whether an output's inferred shape, names for what varies, is what `spec` says.
+
+    Inference does not find every fixed side: a name that is no axis' is the exporter's word for an open one.
+    """
+    axes = spec.axes or ("",) * len(spec.shape)
+    return len(shape) == len(spec.shape) and all(
+        found == axis if axis else found == size or (isinstance(found, str) and found not in axes)
+        for found, size, axis in zip(shape, spec.shape, axes, strict=True)
+    )

@@ -253,7 +253,8 @@ class EngineManifest:
         sha256: file name → hash, for every file.
         onnx_sha256: graph name → hash of the ONNX that was compiled.
         weights_sha256: of the checkpoint.
-        keep_fp32: modules that an FP16 or BF16 graph keeps in FP32.
+        keep_fp32: modules that an FP16 or BF16 graph keeps in FP32; of several graphs, each with its graph's name
+            before its path.
         certificate: the proof, or the word that there is none yet.
         created: UTC, ISO 8601.
         visionfast_version: that built it.

@@ -161,8 +161,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, copied_engi
 
 def test_threads_are_not_more_than_may_be_used(copied_engine: Path) -> None:
     with _load(copied_engine, threads=None) as runner:
-        assert 1 <= runner._compiled.get_property("INFERENCE_NUM_THREADS") <= (os.cpu_count() or 1)
-        assert runner._compiled.get_property("INFERENCE_PRECISION_HINT") == openvino.Type.f32
+        compiled = runner._requests[()].get_compiled_model()
+        assert 1 <= compiled.get_property("INFERENCE_NUM_THREADS") <= (os.cpu_count() or 1)
+        assert compiled.get_property("INFERENCE_PRECISION_HINT") == openvino.Type.f32
 
 
 _CLOSED_ELSEWHERE = """

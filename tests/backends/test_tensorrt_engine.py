@@ -11,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recording import RecordingDevice
+from small_prompts import DECODER
 
 from visionfast.backends.device_runner import DeviceRunner
 from visionfast.backends.tensorrt_engine import TensorRtEngine
@@ -43,7 +45,7 @@ class RecordingTensorRt:
         self.log: list[Any] = []
         self.plan: bytes | None = None
         self.deserialises = self.makes_context = self.runs = self.takes_addresses = self.takes_cache = True
-        self.capturable = True
+        self.takes_shapes = self.capturable = True
         self.cache = b"compiled kernels"
         self.tensors = {spec.name: (TensorIOMode.INPUT, spec) for spec in graph.inputs}
         self.tensors |= {spec.name: (TensorIOMode.OUTPUT, spec) for spec in graph.outputs}
@@ -61,7 +63,7 @@ class RecordingTensorRt:
             num_io_tensors=len(names),
             get_tensor_name=names.__getitem__,
             get_tensor_mode=lambda name: self.tensors[name][0],
-            get_tensor_shape=lambda name: list(self.tensors[name][1].shape),
+            get_tensor_shape=lambda name: _as_built(self.tensors[name][1]),
             get_tensor_dtype=lambda name: SimpleNamespace(name=kinds[self.tensors[name][1].dtype]),
             create_execution_context=self._context,
         )
@@ -83,7 +85,9 @@ class RecordingTensorRt:
         self.log.append("context" if config is None else "context with config")
         if not self.makes_context:
             return None
-        context = SimpleNamespace(set_tensor_address=self._address, execute_async_v3=self._execute)
+        context = SimpleNamespace(
+            set_tensor_address=self._address, set_input_shape=self._shape, execute_async_v3=self._execute
+        )
         if self.rtx:
             context.is_stream_capturable = lambda stream: self.log.append(("capturable?", stream)) or self.capturable
         return context
@@ -92,9 +96,18 @@ class RecordingTensorRt:
         self.log.append((name, address))
         return self.takes_addresses
 
+    def _shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.log.append((name, shape))
+        return self.takes_shapes
+
     def _execute(self, stream: int) -> bool:
         self.log.append(("execute", stream))
         return self.runs
+
+
+def _as_built(spec: TensorSpec) -> list[int]:
+    """What an engine says of a tensor's shape: -1 for a side that varies."""
+    return [-1 if axis else side for side, axis in zip(spec.shape, spec.axes or ("",) * 9, strict=False)]
 
 
 @pytest.fixture
@@ -111,9 +124,9 @@ def _open(trt: RecordingTensorRt, plan: Path, *, graph: GraphSpec = GRAPH, cache
     return TensorRtEngine(trt, logger, plan, graph, device, cache=file)
 
 
-def _tensors() -> dict[str, torch.Tensor]:
-    specs = (*GRAPH.inputs, *GRAPH.outputs)
-    return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+def _tensors(graph: GraphSpec = GRAPH, **sizes: int) -> dict[str, torch.Tensor]:
+    specs = (*graph.inputs, *graph.outputs)
+    return {spec.name: torch.zeros(spec.sized(sizes), dtype=getattr(torch, spec.dtype)) for spec in specs}
 
 
 def test_addresses_are_fixed_once_and_runs_go_to_the_device_stream(plan: Path) -> None:
@@ -225,6 +238,74 @@ def test_memory_that_does_not_fit_is_refused(plan: Path) -> None:
             engine.bind(_tensors() | {"predictions": wrong})
 
 
+def test_a_graph_with_axes_is_bound_to_any_sizes(plan: Path) -> None:
+    """Shapes first, of the inputs that have axes; then every address, for the run that follows."""
+    trt = RecordingTensorRt(graph=DECODER)
+    engine = _open(trt, plan, graph=DECODER)
+    varying = ["points", "labels", "has_mask"]
+    for prompts, points in ((1, 2), (5, 6), (1, 2)):
+        del trt.log[:]
+        tensors = _tensors(DECODER, prompts=prompts, points=points)
+        engine.bind(tensors)
+        engine.enqueue()
+        assert trt.log == [
+            *[(name, tuple(tensors[name].shape)) for name in varying],
+            *[(spec.name, tensors[spec.name].data_ptr()) for spec in (*DECODER.inputs, *DECODER.outputs)],
+            ("execute", 0xF00D),
+        ]
+    fits = _tensors(DECODER, prompts=2, points=3)
+    for name, wrong, says in (
+        ("masks", torch.zeros(3, 4, 16, 16), "masks: expected 2 prompts, as in the tensors before it, got 3"),
+        (
+            "points",
+            torch.zeros(2, 7, 2),
+            r"points: expected \(prompts 1\.\.5, points 1\.\.6, 2\) float32, got \(2, 7, 2\)",
+        ),
+        ("labels", torch.zeros(2, 0), r"labels: expected .*, got \(2, 0\)"),
+    ):
+        del trt.log[:]
+        with pytest.raises(ShapeError, match=says):
+            engine.bind(fits | {name: wrong})
+        assert trt.log == [], "nothing is bound where something does not fit"
+    trt.takes_shapes = False
+    with pytest.raises(BackendError, match=r"points does not take the shape \(2, 3, 2\) \(it gave no reason\)"):
+        engine.bind(fits)
+
+
+@pytest.mark.parametrize("fixed", ["points", "masks"])
+def test_an_engine_without_the_axes_of_the_manifest_is_refused(plan: Path, fixed: str) -> None:
+    def without(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(s.name, s.shape, s.dtype) if s.name == fixed else s for s in specs)
+
+    other = GraphSpec("decoder", without(DECODER.inputs), without(DECODER.outputs), DECODER.usual)
+    for engine, manifest in ((other, DECODER), (DECODER, other)):
+        with pytest.raises(IncompatibleEngineError, match=f"{fixed} .* as engine.json says; the file is another"):
+            _open(RecordingTensorRt(graph=engine), plan, graph=manifest)
+
+
+def test_behind_the_host_interface_with_axes(plan: Path) -> None:
+    """Memory once, for the most; it is bound again only where the sizes change."""
+    trt = RecordingTensorRt(graph=DECODER)
+    engine = _open(trt, plan, graph=DECODER)
+    device: Any = engine.device
+    with DeviceRunner(engine) as runner:
+        allocated = device.allocated
+        most = sum(t.nbytes for t in _tensors(DECODER, prompts=5, points=6).values())
+        assert allocated == 2 * most
+        for prompts, points, binds in ((5, 6, False), (2, 3, True), (2, 3, False), (1, 1, True)):
+            del trt.log[:]
+            feeds = {
+                spec.name: np.ones(spec.sized({"prompts": prompts, "points": points}), spec.dtype)
+                for spec in DECODER.inputs
+            }
+            answer = runner.infer(feeds)
+            assert answer["masks"].shape == (prompts, 4, 16, 16)
+            assert answer["scores"].shape == (prompts, 4)
+            assert (("points", (prompts, points, 2)) in trt.log) == binds
+            assert trt.log[-1] == ("execute", 0xF00D)
+        assert device.allocated == allocated
+
+
 def test_behind_the_host_interface(plan: Path) -> None:
     """`DeviceRunner` copies in, runs, copies out and waits, in that order."""
     trt = RecordingTensorRt()
@@ -268,7 +349,12 @@ def test_the_double_has_the_members_of_the_real_package() -> None:
         ],
         trt.IRuntimeConfig: ["create_runtime_cache", "set_runtime_cache"],
         trt.IRuntimeCache: ["serialize", "deserialize"],
-        trt.IExecutionContext: ["set_tensor_address", "execute_async_v3", "is_stream_capturable"],
+        trt.IExecutionContext: [
+            "set_tensor_address", "set_input_shape", "execute_async_v3", "is_stream_capturable",
+        ],
+        trt.Builder: ["create_optimization_profile"],
+        trt.IBuilderConfig: ["add_optimization_profile"],
+        trt.IOptimizationProfile: ["set_shape"],
         trt.TensorIOMode: ["INPUT", "OUTPUT"],
         trt.BuilderFlag: ["TF32", "REQUIRE_USER_ALLOCATION"],
     }  # fmt: skip

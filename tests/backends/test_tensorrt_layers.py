@@ -171,6 +171,7 @@ Name: plain, LayerType: Reformat, Inputs: [], Outputs: [ { Name: c, Datatype: FP
 
 I/O Tensors:
  Name: images, IOMode: Input, DataType: Half, Dimensions: [1,3,4,4], Location: Device
+ Name: points, IOMode: Input, DataType: Float, Dimensions: [-1,-1,2], Location: Device
  Name: found, IOMode: Output, DataType: Float, Dimensions: [], Location: Device
 """
 
@@ -184,7 +185,7 @@ def test_lines_of_a_log() -> None:
     assert layers[0].dtypes == {"float16", "float32"}
     assert precision_counts(layers) == {"float32": 1, "float16": 1, "fp8": 1}
     assert parse_io_tensors(_LINES) == (
-        (TensorSpec("images", (1, 3, 4, 4), "float16"),),
+        (TensorSpec("images", (1, 3, 4, 4), "float16"), TensorSpec("points", (-1, -1, 2), "float32")),
         (TensorSpec("found", (), "float32"),),
     )
     assert parse_layers("") == ()

@@ -29,6 +29,7 @@ __all__ = [
     "Compiled",
     "DeviceEngine",
     "GraphRunner",
+    "check_bound",
     "check_feeds",
     "get_backend",
 ]
@@ -65,7 +66,7 @@ class CompileRequest:
 
     Attributes:
         graph: tensors of the ONNX.
-        onnx_path: fixed shape, with its precision written into it.
+        onnx_path: with its shapes and its precision written into it.
         module: the eager FP32 `torch.nn.Module` that the ONNX was made from, for runtimes that take it.
         preprocess: lets a runtime take normalisation into the engine.
         precision: asked for.
@@ -159,7 +160,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DeviceEngine(Protocol):
-    """One loaded graph on a device's stream. Its tensors stand where they are for as long as it lives.
+    """One loaded graph on a device's stream. It reads and writes tensors of the caller's, where they stand.
 
     Attributes:
         device: whose stream and memory it uses.
@@ -174,7 +175,16 @@ class DeviceEngine(Protocol):
     def outputs(self) -> tuple[TensorSpec, ...]: ...
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fixes every input's and output's memory, once, before the first `enqueue`."""
+        """Fixes every input's and output's memory, before the first `enqueue`.
+
+        A graph with axes takes the sizes of these tensors, and can be bound again to others of any that it allows, or
+        to the same memory cut differently. What is on the stream already keeps what it was enqueued with; a CUDA graph
+        that was captured is of the binding at that time.
+
+        Raises:
+            ShapeError: a tensor's shape or dtype is not as declared, it is not contiguous, or two differ in an axis.
+            BackendError: the runtime refuses.
+        """
         ...
 
     def enqueue(self) -> None:
@@ -186,7 +196,7 @@ class DeviceEngine(Protocol):
         ...
 
     def can_be_captured(self) -> bool:
-        """Whether `enqueue` may be recorded in a CUDA graph; asked after one run."""
+        """Whether `enqueue` may be recorded in a CUDA graph; asked after one run of the sizes that are bound."""
         ...
 
     def close(self) -> None:
@@ -248,7 +258,30 @@ def check_feeds(inputs: tuple[TensorSpec, ...], feeds: Mapping[str, npt.NDArray[
     for spec in inputs:
         array = feeds[spec.name]
         spec.check(array)
-        for axis, size in zip(spec.axes, array.shape, strict=False):
-            if axis and sizes.setdefault(axis, size) != size:
-                raise ShapeError(f"{spec.name}: expected {sizes[axis]} {axis}, as in the inputs before it, got {size}")
+        _take_sizes(spec, array.shape, sizes)
     return sizes
+
+
+def check_bound(specs: tuple[TensorSpec, ...], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Raises `ShapeError` unless every tensor is contiguous and has its declared dtype and an allowed shape.
+
+    A runtime takes any address: what does not fit would be read and written past its end.
+
+    Returns:
+        the size of every axis that varies, by name.
+    """
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        tensor = tensors[spec.name]
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if not spec.allows(shape) or dtype != spec.dtype or not tensor.is_contiguous():
+            strided = "" if tensor.is_contiguous() else ", not contiguous"
+            raise ShapeError(f"{spec.name}: expected {spec.shown} {spec.dtype}, got {shape} {dtype}{strided}")
+        _take_sizes(spec, shape, sizes)
+    return sizes
+
+
+def _take_sizes(spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    for axis, size in zip(spec.axes, shape, strict=False):
+        if axis and sizes.setdefault(axis, size) != size:
+            raise ShapeError(f"{spec.name}: expected {sizes[axis]} {axis}, as in the tensors before it, got {size}")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from visionfast.backends import DeviceEngine, GraphRunner, check_feeds
 from visionfast.types import GraphSpec
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["DeviceRunner"]
 
 
 class DeviceRunner(GraphRunner):
     """Copies the feeds to the device, runs, copies the outputs back, and waits: simple, not fast.
+
+    Memory is allocated once, for the most that the graph's axes allow; fewer lie at the front of it.
 
     Args:
         engine: closed with the runner.
@@ -26,12 +32,13 @@ class DeviceRunner(GraphRunner):
         device = engine.device
         tensors = (*engine.inputs, *engine.outputs)
         with device.current():
-            self._on_device = {spec.name: device.empty(spec.shape, spec.dtype) for spec in tensors}
-        self._on_host = {spec.name: device.pinned(spec.shape, spec.dtype) for spec in tensors}
-        engine.bind(self._on_device)
+            self._device_memory = {spec.name: device.empty(spec.shape, spec.dtype) for spec in tensors}
+        self._host_memory = {spec.name: device.pinned(spec.shape, spec.dtype) for spec in tensors}
+        self._bind({axis: most for spec in tensors for axis, most in zip(spec.axes, spec.shape, strict=False) if axis})
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
-        check_feeds(self.inputs, feeds)
+        if (sizes := check_feeds(self.inputs, feeds)) != self._sizes:
+            self._bind(sizes)
         device = self._engine.device
         with device.current():
             for spec in self.inputs:
@@ -46,3 +53,15 @@ class DeviceRunner(GraphRunner):
 
     def close(self) -> None:
         self._engine.close()
+
+    def _bind(self, sizes: dict[str, int]) -> None:
+        shapes = {spec.name: spec.sized(sizes) for spec in (*self.inputs, *self.outputs)}
+        self._on_device = {name: _front(self._device_memory[name], shape) for name, shape in shapes.items()}
+        self._on_host = {name: _front(self._host_memory[name], shape) for name, shape in shapes.items()}
+        self._engine.bind(self._on_device)
+        self._sizes = sizes
+
+
+def _front(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first elements of a tensor's memory, as a contiguous tensor of this shape."""
+    return memory.view(-1)[: math.prod(shape)].view(shape)

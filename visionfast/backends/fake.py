@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,13 +34,16 @@ class FakeRunner(GraphRunner):
         self.closed = False
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
-        check_feeds(self.inputs, feeds)
+        sizes = check_feeds(self.inputs, feeds)
         self.calls += 1
         answer = self._answer(feeds) if self._answer else {}
+        outputs = {}
         for spec in self.outputs:
-            value = np.asarray(answer.get(spec.name, 0), spec.dtype)
-            self._buffers[spec.name][...] = value
-        return {name: buffer.copy() if copy else buffer for name, buffer in self._buffers.items()}
+            shape = spec.sized(sizes)
+            buffer = self._buffers[spec.name].reshape(-1)[: math.prod(shape)].reshape(shape)
+            buffer[...] = np.asarray(answer.get(spec.name, 0), spec.dtype)
+            outputs[spec.name] = buffer.copy() if copy else buffer
+        return outputs
 
     def close(self) -> None:
         self.closed = True

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visionfast.artifacts import atomic_write
+from visionfast.backends import check_bound
 from visionfast.cuda import Device
-from visionfast.errors import ArtifactError, BackendError, IncompatibleEngineError, ShapeError
+from visionfast.errors import ArtifactError, BackendError, IncompatibleEngineError
 from visionfast.types import GraphSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,13 +70,14 @@ class TensorRtEngine:
         return self._graph.outputs
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for spec in (*self.inputs, *self.outputs):
-            tensor = tensors[spec.name]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            # TensorRT takes any address: what does not fit would be read and written past its end.
-            if tuple(tensor.shape) != spec.shape or dtype != spec.dtype or not tensor.is_contiguous():
-                raise ShapeError(f"{spec.name}: expected {spec.shape} {spec.dtype}, got {tuple(tensor.shape)} {dtype}")
-            if not self._context.set_tensor_address(spec.name, tensor.data_ptr()):
+        specs = (*self.inputs, *self.outputs)
+        check_bound(specs, tensors)
+        for spec in self.inputs:
+            shape = tuple(tensors[spec.name].shape)
+            if spec.axes and not self._context.set_input_shape(spec.name, shape):
+                raise BackendError(f"{self._plan}: {spec.name} does not take the shape {shape} ({self._reason()})")
+        for spec in specs:
+            if not self._context.set_tensor_address(spec.name, tensors[spec.name].data_ptr()):
                 raise BackendError(f"{self._plan}: tensor {spec.name} does not take its address ({self._reason()})")
 
     def enqueue(self) -> None:
@@ -109,10 +111,10 @@ class TensorRtEngine:
             found[name] = (kind, tuple(engine.get_tensor_shape(name)), dtype)
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             for spec in specs:
-                expected = (kind, spec.shape, spec.dtype)
+                expected = (kind, spec.sized(dict.fromkeys(spec.axes, -1)), spec.dtype)
                 if found.pop(spec.name, None) != expected:
                     raise IncompatibleEngineError(
-                        f"{self._plan}: expected the {kind} {spec.name} {spec.shape} {spec.dtype}, as engine.json "
+                        f"{self._plan}: expected the {kind} {spec.name} {spec.shown} {spec.dtype}, as engine.json "
                         "says; the file is another engine's: build it again"
                     )
         if found:

@@ -32,7 +32,7 @@ _SCALAR = re.compile(r"\{[^{}]*Dimensions: \[1(?:,1)*\][^{}]*\}")
 _DTYPE = re.compile(r"Datatype: (\w+)")
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
 _IO = re.compile(
-    r"^\s*Name: (?P<name>\S+), IOMode: (?P<mode>\w+), DataType: (?P<dtype>\w+), Dimensions: \[(?P<shape>[\d,]*)\]",
+    r"^\s*Name: (?P<name>\S+), IOMode: (?P<mode>\w+), DataType: (?P<dtype>\w+), Dimensions: \[(?P<shape>[-\d,]*)\]",
     re.MULTILINE,
 )
 
@@ -79,7 +79,7 @@ def parse_layers(log: str) -> tuple[EngineLayer, ...]:
 
 
 def parse_io_tensors(log: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """The engine's inputs and outputs that a build's log lists."""
+    """The engine's inputs and outputs that a build's log lists; sides that vary are -1."""
     found: dict[str, list[TensorSpec]] = {"Input": [], "Output": []}
     for match in _IO.finditer(log):
         shape = tuple(int(side) for side in match["shape"].split(",") if side)

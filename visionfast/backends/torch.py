@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast import machine
-from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_feeds
+from visionfast.backends import Availability, Compiled, CompileRequest, GraphRunner, check_bound, check_feeds
 from visionfast.backends.compatibility import check_engine, machine_facts
 from visionfast.backends.device_runner import DeviceRunner
 from visionfast.cuda import CudaDevice, Device
@@ -32,7 +32,7 @@ from visionfast.errors import (
     IncompatibleEngineError,
     OptionError,
 )
-from visionfast.export import half_precision
+from visionfast.export import example_inputs, half_precision
 from visionfast.types import EngineManifest, GraphSpec, Precision, Runner
 
 if TYPE_CHECKING:
@@ -83,12 +83,14 @@ class TorchBackend:
                     "precision fp16: backend torch builds fp32 for the CPU; leave --precision out, or add `--gpu cuda`"
                 )
             module = half_precision(module, request.keep_fp32)
-        example = tuple(torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in request.graph.inputs)
+        example = example_inputs(request.graph)
         file = f"{request.graph.name}.pt2"
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # about torch's own internals
-                program = torch.export.export(module, example, strict=False)
+                program = torch.export.export(
+                    module, example, dynamic_shapes=_dynamic_shapes(torch, request.graph, example), strict=False
+                )
                 torch.export.save(program, request.folder / file)
         except Exception as error:  # torch.export raises whatever the traced code or its own passes do
             raise BuildError(f"torch.export: {str(error).splitlines()[0]}") from error
@@ -132,6 +134,21 @@ class TorchBackend:
             ) from error
 
 
+def _dynamic_shapes(torch: Any, graph: GraphSpec, example: tuple[torch.Tensor, ...]) -> Any:
+    """Which dimensions of the examples vary, from 1 up, as `torch.export.export` takes it."""
+    varying = {
+        axis: torch.export.Dim(axis, min=1, max=most)
+        for spec in graph.inputs
+        for axis, most in zip(spec.axes, spec.shape, strict=False)
+        if axis
+    }
+    shapes = torch.export.ShapesCollection()  # told by tensor, whatever the signature of `forward` is
+    for spec, tensor in zip(graph.inputs, example, strict=True):
+        if spec.axes:
+            shapes[tensor] = [varying.get(axis) for axis in spec.axes]
+    return shapes if varying else None
+
+
 class TorchEngine:
     """A module on a device's stream, with inputs and outputs that stay where they are.
 
@@ -159,6 +176,7 @@ class TorchEngine:
         return self._graph.outputs
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_bound((*self.inputs, *self.outputs), tensors)
         self._inputs = [tensors[spec.name] for spec in self.inputs]
         self._targets = [tensors[spec.name] for spec in self.outputs]
 
@@ -224,7 +242,9 @@ class TorchRunner(GraphRunner):
         check_feeds(self.inputs, feeds)
         torch = self._torch
         with torch.inference_mode():
-            results = self._module(*(torch.from_numpy(np.ascontiguousarray(feeds[spec.name])) for spec in self.inputs))
+            # What may not be written to, as cached features, torch takes a copy of only.
+            arrays = (np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs)
+            results = self._module(*map(torch.from_numpy, arrays))
         results = results if isinstance(results, (tuple, list)) else (results,)
         # eager PyTorch allocates its outputs anew each time: they are the caller's already
         return {spec.name: result.numpy() for spec, result in zip(self.outputs, results, strict=True)}

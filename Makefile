@@ -12,12 +12,14 @@ STAMP := .venv/installed
 .DELETE_ON_ERROR:
 
 # pip writes its progress here; the stamp is made anew when what is to be installed changes.
+# sam2 is what the tests hold SAM 2 against; by itself it would compile a CUDA extension and pin other packages.
 # editable_mode=compat: found from the checkout's parent folder too, which has a folder of the package's name.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--config-settings editable_mode=compat --editable '.[dev]'
+	SAM2_BUILD_CUDA=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps sam2==1.1.0
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -81,6 +81,25 @@ def seeded_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 
 @pytest.fixture(scope="session")
+def sam_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`sam_checkpoint(kind)`: seeded weights in the published layout of `mobile_sam`, `sam_vit_b` (375 MB) or another
+    ViT, or `sam2.1_hiera_` / `sam2_hiera_` `tiny`, `small`, `base_plus`, `large` (see `tests/seeded_sam.py`).
+    """
+    pytest.importorskip("segment_anything", reason="SAM needs segment-anything: pip install 'visionfast[build]'")
+    pytest.importorskip("ultralytics", reason="checkpoints are made with ultralytics: pip install 'visionfast[build]'")
+    folder = tmp_path_factory.mktemp("sam")
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        from seeded_sam import save_checkpoint
+
+        suffix = "pth" if kind.startswith("sam_") else "pt"
+        return save_checkpoint(kind, folder / f"{kind}.{suffix}")
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def people_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real, trained YOLOv8s: from models/ where it was fetched, else fetched now."""
     from visionfast import artifacts

@@ -22,6 +22,7 @@ __all__ = ["FAMILIES", "Family", "LoadedModel", "get_family", "identify"]
 
 FAMILIES: dict[str, str] = {
     "yolov8": "visionfast.families.yolov8:YoloV8",
+    "sam": "visionfast.families.sam:Sam",
 }
 
 

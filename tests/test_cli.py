@@ -141,6 +141,8 @@ def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> 
         (("predict", "tiny", "x.jpg", "--classes", "horse"), ("horse", "cat")),
         (("predict", "tiny", "x.jpg", "--classes", "9"), ("9",)),
         (("predict", "tiny", "x.jpg", "--threads", "0"), ("threads",)),
+        (("predict", "tiny", "x.jpg", "--point", "3,4"), ("--point", "tiny is for detect", "SAM")),
+        (("predict", "tiny", "x.jpg", "--everything"), ("--everything", "tiny is for detect")),
         (("show", "nothing"), ("nothing",)),
         (("build", "--model", "tiny", "--gpu", "sm89", "--gpu", "sm90"), ("sm90", "sm89")),
         (("certify", "nothing"), ("nothing", "engine")),
@@ -238,7 +240,8 @@ def test_debug_shows_the_traceback(home: Path) -> None:
 def test_list_show_and_doctor(home: Path) -> None:
     listed = visionfast(home, "list").stdout
     assert "models/tiny/tiny.pt" in listed
-    assert "openvino-fp32-cpu-128x128-b1" in listed
+    (row,) = [line.split() for line in listed.splitlines() if "openvino-fp32-cpu-128x128-b1" in line]
+    assert row[1:] == ["yolov8n", "detect", "passed", "yes"]
     shown = visionfast(home, "show", "tiny").stdout
     assert "yolov8n" in shown
     assert "passed" in shown

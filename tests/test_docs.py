@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from visionfast.agreement import TOLERANCES
+from visionfast.agreement import PROMPT_TOLERANCES, TOLERANCES
+from visionfast.cli_predict import predict_verb
 from visionfast.types import Precision
 
+_DOCS = Path(__file__).parents[1] / "docs"
 _MEASURES = {
     "IoU of a match": "min_iou",
     "confidence difference of a match": "max_confidence_difference",
@@ -18,18 +22,46 @@ _MEASURES = {
     "raw box difference, input pixels": "max_box_difference_px",
     "mask IoU of a match": "min_mask_iou",
 }
+_PROMPT_MEASURES = {
+    "cosine of the embeddings": "min_embedding_cosine",
+    "IoU of a mask": "min_mask_iou",
+    "predicted IoU difference": "max_predicted_iou_difference",
+    "logit difference, parts of their root mean square": "max_logit_difference",
+}
 
 
+def _rows(page: str) -> list[list[str]]:
+    text = (_DOCS / page).read_text("utf-8")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+
+
+@pytest.mark.parametrize(
+    ("page", "measures", "tolerances"),
+    [("build.md", _MEASURES, TOLERANCES), ("segment.md", _PROMPT_MEASURES, PROMPT_TOLERANCES)],
+)
 @pytest.mark.parametrize(("column", "precision"), [(1, "fp32"), (2, "fp16"), (3, "bf16")])
-def test_tolerances(column: int, precision: Precision) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "build.md").read_text("utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+def test_tolerances(
+    column: int,
+    precision: Precision,
+    page: str,
+    measures: Mapping[str, str],
+    tolerances: Mapping[Precision, Mapping[str, float]],
+) -> None:
+    rows = _rows(page)
     (header,) = [cells for cells in rows if cells[0] == "worst allowed"]
     assert header[column] == f"`{precision}`"
-    cells = {_MEASURES[row[0]]: row[column] for row in rows if row[0] in _MEASURES}
-    assert cells.keys() == set(_MEASURES.values())
+    cells = {measures[row[0]]: row[column] for row in rows if row[0] in measures}
+    assert cells.keys() == set(measures.values())
     bounds = {name: float(cell.strip("≤≥ ")) for name, cell in cells.items() if cell != "–"}
-    assert bounds == TOLERANCES[precision]
+    assert bounds == tolerances[precision]
+
+
+def test_every_option_of_predict_that_is_named_exists() -> None:
+    pages = [(_DOCS / page).read_text("utf-8") for page in ("predict.md", "segment.md")]
+    named = set(re.findall(r"--[a-z][a-z-]*", " ".join(pages))) - {"--model"}  # of build
+    parameters = inspect.signature(predict_verb).parameters
+    declared = {f"--{name.replace('_', '-')}" for name in parameters if name not in ("engine", "sources")}
+    assert {"--json", "--point", "--everything", "--boxes-from", "--cache"} <= named <= declared
 
 
 def test_every_extra_that_is_named_exists() -> None:
@@ -40,3 +72,11 @@ def test_every_extra_that_is_named_exists() -> None:
             named |= set(extras.split(","))
     declared = re.findall(r"^([a-z-]+) = \[", (root / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert {"build", "gpu", "openvino"} <= named <= set(declared)
+
+
+def test_every_public_name_that_is_shown_exists() -> None:
+    import visionfast
+
+    pages = [*Path(__file__).parents[1].glob("*.md"), *_DOCS.glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"\bvf\.(\w+)", page.read_text("utf-8"))}
+    assert {"Detector", "PromptSegmenter", "EmbeddingCache"} <= shown <= set(visionfast.__all__)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from visionfast._version import __version__
 
 if TYPE_CHECKING:
+    from visionfast.embedding_cache import EmbeddingCache
     from visionfast.errors import ImageError, SessionBusyError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
     from visionfast.preprocess.decode import DecodeLimits
     from visionfast.preprocess.nv12 import Nv12Frame
-    from visionfast.results import Detections
+    from visionfast.prompt_segmenter import PromptSegmenter
+    from visionfast.results import Detections, Masks
     from visionfast.types import Certificate, EngineManifest, ModelSpec
 
 __all__ = [
@@ -29,10 +31,13 @@ __all__ = [
     "DecodeLimits",
     "Detections",
     "Detector",
+    "EmbeddingCache",
     "EngineManifest",
     "ImageError",
+    "Masks",
     "ModelSpec",
     "Nv12Frame",
+    "PromptSegmenter",
     "Segmenter",
     "SessionBusyError",
     "VisionfastError",
@@ -45,10 +50,13 @@ _HOMES = {
     "DecodeLimits": "preprocess.decode",
     "Detections": "results",
     "Detector": "pipeline",
+    "EmbeddingCache": "embedding_cache",
     "EngineManifest": "types",
     "ImageError": "errors",
+    "Masks": "results",
     "ModelSpec": "types",
     "Nv12Frame": "preprocess.nv12",
+    "PromptSegmenter": "prompt_segmenter",
     "Segmenter": "pipeline",
     "SessionBusyError": "errors",
     "VisionfastError": "errors",

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from visionfast import machine
+from visionfast.errors import CertificateError
 from visionfast.postprocess.masks import mask_iou
 from visionfast.postprocess.nms import box_iou
 from visionfast.results import Detections
-from visionfast.types import Certificate, Precision
+from visionfast.sessions.prompts import Decoded
+from visionfast.types import Certificate, Letterbox, Precision
 
-__all__ = ["TOLERANCES", "combined", "compare_detections", "compare_raw", "is_within", "shortfall"]
+__all__ = [
+    "PROMPT_TOLERANCES",
+    "TOLERANCES",
+    "combined",
+    "compare_detections",
+    "compare_masks",
+    "compare_raw",
+    "embedding_cosine",
+    "is_within",
+    "shortfall",
+    "verdict",
+]
 
 # Of a measure whose name begins with min, the least that is allowed; of the others, the most.
 TOLERANCES: dict[Precision, dict[str, float]] = {
@@ -25,6 +40,18 @@ TOLERANCES: dict[Precision, dict[str, float]] = {
     "bf16": {"min_iou": 0.90, "max_confidence_difference": 0.05, "unmatched": 0, "max_score_difference": 0.15,
              "min_mask_iou": 0.90},
 }  # fmt: skip
+PROMPT_TOLERANCES: dict[Precision, dict[str, float]] = {
+    "fp32": {"min_embedding_cosine": 0.9999, "min_mask_iou": 0.99, "max_predicted_iou_difference": 0.005,
+             "max_logit_difference": 0.01},
+    "fp16": {"min_embedding_cosine": 0.999, "min_mask_iou": 0.95, "max_predicted_iou_difference": 0.02,
+             "max_logit_difference": 0.1},
+    "bf16": {"min_embedding_cosine": 0.99, "min_mask_iou": 0.90, "max_predicted_iou_difference": 0.05,
+             "max_logit_difference": 0.3},
+}  # fmt: skip
+TINY = 0.001
+"""Share of the picture: where two masks together cover less, one pixel more or less decides their IoU, and the logits'
+difference speaks for them."""
+
 # A NaN anywhere must fail, and JSON has no word for it nor for infinity: the largest number stands for both.
 _NOT_FINITE = float(np.finfo(np.float32).max)
 
@@ -72,10 +99,86 @@ def compare_raw(
     best = np.argsort(-a[scores].max(0), kind="stable")[:100]
     score = np.abs(a[scores] - b[scores]).max()
     box = np.abs(a[:4, best] - b[:4, best]).max()
-    return {
-        "max_score_difference": float(np.nan_to_num(score, nan=_NOT_FINITE, posinf=_NOT_FINITE)),
-        "max_box_difference_px": float(np.nan_to_num(box, nan=_NOT_FINITE, posinf=_NOT_FINITE)),
+    return {"max_score_difference": _finite(score), "max_box_difference_px": _finite(box)}
+
+
+def embedding_cosine(
+    expected: Mapping[str, npt.NDArray[np.float32]], got: Mapping[str, npt.NDArray[np.float32]]
+) -> dict[str, float]:
+    """The least cosine among the encoder's outputs, each as one vector."""
+    cosines = []
+    for name, a in expected.items():
+        x, y = a.ravel().astype(np.float64), got[name].ravel().astype(np.float64)
+        cosines.append(float(np.nan_to_num(x @ y / math.sqrt((x @ x) * (y @ y)), nan=-1.0)))
+    return {"min_embedding_cosine": min(cosines)}
+
+
+def compare_masks(pairs: Sequence[tuple[Decoded, Decoded]], placed: Letterbox) -> dict[str, float]:
+    """How far the expected and the given masks of some prompts on one image are apart, all candidates of them.
+
+    Returns:
+        masks, tiny_masks (compared by their logits alone, see `TINY`), max_predicted_iou_difference,
+        max_logit_difference (over the root mean square of a prompt's expected logits), and where there is a mask that
+        is not tiny, min_mask_iou.
+    """
+    ious: list[float] = []
+    logits, scores, tiny = [], [], 0
+    tiny_px = TINY * placed.image_hw[0] * placed.image_hw[1]
+    for expected, got in pairs:
+        every = np.arange(expected.scores.size)
+        a, b = expected.logits(every), got.logits(every)
+        logits.append(np.abs(a - b).max() / np.sqrt(np.mean(np.square(a))))
+        scores.append(np.abs(expected.scores - got.scores).max())
+        here, there = expected.masks(every, placed), got.masks(every, placed)
+        for i in range(len(every)):
+            if max(here[[i]].area()[0], there[[i]].area()[0]) < tiny_px:
+                tiny += 1
+            else:
+                ious.append(float(mask_iou(here[[i]], there[[i]])[0, 0]))
+    measures = {
+        "masks": float(tiny + len(ious)),
+        "tiny_masks": float(tiny),
+        "max_predicted_iou_difference": _finite(max(scores)),
+        "max_logit_difference": _finite(max(logits)),
     }
+    return measures | ({"min_mask_iou": min(ious)} if ious else {})
+
+
+def _finite(value: Any) -> float:
+    return float(np.nan_to_num(value, nan=_NOT_FINITE, posinf=_NOT_FINITE))
+
+
+def verdict(
+    measured: Sequence[dict[str, float]],
+    entries: Sequence[Mapping[str, Any]],
+    *,
+    tolerances: Mapping[str, float],
+    reference: str,
+) -> Certificate:
+    """The certificate over all images.
+
+    Args:
+        measured: of each image that could be used.
+        entries: of each image, its name, sha256 and measures, or its error.
+        tolerances: those that a measure was taken for count.
+        reference: what was compared with, in words.
+
+    Raises:
+        CertificateError: no image could be used.
+    """
+    if not measured:
+        raise CertificateError(f"none of the {len(entries)} images can be decoded; give real ones with --images")
+    total = combined(measured)
+    bounds = {name: bound for name, bound in tolerances.items() if name in total}
+    return Certificate(
+        status="passed" if all(is_within(name, total[name], bound) for name, bound in bounds.items()) else "failed",
+        reference=reference,
+        tolerances=bounds,
+        measures=total,
+        images=tuple(entries),
+        environment=machine.environment(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
 
 
 def combined(measured: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -13,16 +13,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from visionfast import artifacts, machine
-from visionfast.agreement import TOLERANCES, combined, compare_detections, compare_raw, is_within
+from visionfast.agreement import TOLERANCES, compare_detections, compare_raw, verdict
 from visionfast.backends import get_backend
 from visionfast.backends.torch import TorchRunner
+from visionfast.certify_prompts import certify_prompts, eager_session, run_prompts
 from visionfast.checkpoint import open_checkpoint
 from visionfast.errors import (
     ArtifactError,
@@ -33,7 +33,9 @@ from visionfast.errors import (
     ManifestError,
 )
 from visionfast.families import LoadedModel, identify
-from visionfast.pipeline import Detector, Segmenter, check_outputs, open_engine
+from visionfast.pipeline import Detector, Segmenter, check_outputs
+from visionfast.preprocess.decode import decode_image
+from visionfast.prompt_segmenter import PromptSegmenter
 from visionfast.types import Certificate, EngineManifest, Precision, Runner
 
 __all__ = [
@@ -107,18 +109,8 @@ def certify(
             measures |= compare_raw(eager.last, engine.last, len(model.spec.class_names))
             measured.append(measures)
             entries.append({"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), **measures})
-    if not measured:
-        raise CertificateError(f"none of the {len(images)} images can be decoded; give real ones with --images")
-    total = combined(measured)
-    bounds = {name: bound for name, bound in TOLERANCES[precision].items() if name in total}
-    return Certificate(
-        status="passed" if all(is_within(name, total[name], bound) for name, bound in bounds.items()) else "failed",
-        reference=f"eager FP32 PyTorch, conf {CONF}, iou {IOU}",
-        tolerances=bounds,
-        measures=total,
-        images=tuple(entries),
-        environment=machine.environment(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    return verdict(
+        measured, entries, tolerances=TOLERANCES[precision], reference=f"eager FP32 PyTorch, conf {CONF}, iou {IOU}"
     )
 
 
@@ -129,12 +121,15 @@ def certify_files(model: LoadedModel, folder: Path, manifest: EngineManifest, im
         BackendError: this machine cannot run the engine.
         CertificateError: no image could be used.
     """
+    if manifest.spec.task == "prompt-segment":
+        with PromptSegmenter.from_folder(folder, manifest) as segmenter:
+            return certify_prompts(model, segmenter.session, images, precision=manifest.precision)
     with contextlib.ExitStack() as opened:
         backend = get_backend(manifest.backend)
         runner = opened.enter_context(backend.load(folder, manifest, manifest.spec.graphs[0]))
         candidate = None
         if manifest.device != "cpu":  # where decoding and suppressing are other code than the host's
-            candidate = opened.enter_context(open_engine(folder, conf=CONF, iou=IOU))
+            candidate = opened.enter_context(_kind(model).open(folder, conf=CONF, iou=IOU))
         return certify(model, runner, images, precision=manifest.precision, candidate=candidate)
 
 
@@ -232,6 +227,11 @@ def run_eager(model: LoadedModel, images: Sequence[Path]) -> None:
     Raises:
         ImageError: one cannot be decoded.
     """
+    if model.spec.task == "prompt-segment":
+        session = eager_session(model)
+        for path in images:
+            run_prompts(model, session, decode_image(path))
+        return
     with _eager(model) as (reference, _):
         reference(list(images))
 

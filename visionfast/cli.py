@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from visionfast._version import __version__
+from visionfast.cli_options import EngineArgument, listed, size_hw
+from visionfast.cli_predict import predict_verb
 from visionfast.errors import OptionError, VisionfastError
 
 __all__ = ["app", "main"]
@@ -21,7 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Its folder, or a model's name under engines/.")]
 
 
 def main() -> None:
@@ -149,11 +149,11 @@ def build_verb(
     with render.stages() as progress:
         options: dict[str, Any] = {
             "backend": backend,
-            "size_hw": _size(imgsz),
+            "size_hw": size_hw(imgsz),
             "batch": batch,
             "precision": precision,
             "images": None if images is None else images_in(images),
-            "keep_fp32": _listed(keep_fp32) or (),
+            "keep_fp32": listed(keep_fp32) or (),
             "search": not no_search,
             "trust_checkpoint": trust_checkpoint,
             "name": name,
@@ -182,7 +182,7 @@ def build_verb(
 
 @app.command("certify")
 def certify_verb(
-    engine: _EngineArgument,
+    engine: EngineArgument,
     model: Annotated[
         str | None,
         typer.Option(help="The weights that it was built from; default: found under models/ by their sha256."),
@@ -214,50 +214,7 @@ def certify_verb(
         _fail("the certificate failed, and engine.json says so: the engine does not agree with PyTorch here", 1)
 
 
-@app.command("predict")
-def predict_verb(
-    engine: _EngineArgument,
-    sources: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look at.")],
-    save: Annotated[Path | None, typer.Option(help="Folder for annotated pictures.")] = None,
-    json: Annotated[str | None, typer.Option(help="File for one JSON line an image; - is stdout.")] = None,
-    conf: Annotated[float, typer.Option(help="Objects above this confidence.")] = 0.25,
-    iou: Annotated[float, typer.Option(help="Overlap above which the less confident box goes.")] = 0.7,
-    max_det: Annotated[int, typer.Option(help="Objects an image at most.")] = 300,
-    classes: Annotated[str | None, typer.Option(help="Only these, names or ids with commas between.")] = None,
-    class_agnostic: Annotated[
-        bool, typer.Option("--class-agnostic", help="Boxes of different classes suppress one another too.")
-    ] = False,
-    threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: what the engine is for.")] = None,
-    no_graph: Annotated[
-        bool, typer.Option("--no-graph", help="On a GPU, launch each part instead of replaying one CUDA graph.")
-    ] = False,
-    allow_truncated: Annotated[
-        bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
-    ] = False,
-) -> None:
-    """Answer images: a line each, and JSON and annotated pictures on request. Exit code 1 if any was bad."""
-    from visionfast.pipeline import open_engine
-    from visionfast.predict import expand, run
-    from visionfast.preprocess.decode import DecodeLimits
-
-    paths = expand(sources)
-    detector = open_engine(
-        engine,
-        threads=threads,
-        device=device,
-        graph=False if no_graph else None,
-        conf=conf,
-        iou=iou,
-        max_det=max_det,
-        classes=_listed(classes),
-        class_agnostic=class_agnostic,
-        limits=DecodeLimits(allow_truncated=allow_truncated),
-    )
-    with detector:
-        bad = run(detector, paths, save=save, json_to=json)
-    if bad:
-        raise typer.Exit(1)
+app.command("predict")(predict_verb)
 
 
 @app.command("list")
@@ -269,7 +226,7 @@ def list_verb() -> None:
 
 
 @app.command("show")
-def show_verb(engine: _EngineArgument) -> None:
+def show_verb(engine: EngineArgument) -> None:
     """An engine's manifest and certificate."""
     from visionfast import render
     from visionfast.artifacts import find_engine, read_manifest
@@ -285,26 +242,6 @@ def doctor_verb() -> None:
     from visionfast import render
 
     render.doctor()
-
-
-def _listed(text: str | None) -> list[str] | None:
-    """`a, b` → its names. An empty one is a slip of the keyboard, and to `build` it means the whole network."""
-    if text is None:
-        return None
-    names = [part.strip() for part in text.split(",")]
-    if not all(names):
-        raise OptionError(f"{text!r}: expected names with commas between, got an empty one")
-    return names
-
-
-def _size(text: str | None) -> tuple[int, int] | None:
-    """`640` or `384x640` (height x width) → (h, w) pixels."""
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(re.fullmatch("[0-9]{1,6}", part) for part in parts):
-        raise OptionError(f"--imgsz {text}: expected a number of pixels, or height x width, such as 384x640")
-    return int(parts[0]), int(parts[-1])
 
 
 if __name__ == "__main__":

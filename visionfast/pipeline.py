@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy.typing as npt
 
@@ -21,7 +21,10 @@ from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
 from visionfast.sessions import ImageSource
 from visionfast.sessions.opening import open_session
-from visionfast.types import EngineManifest, ModelSpec, Runner
+from visionfast.types import EngineManifest, ModelSpec, Runner, Task
+
+if TYPE_CHECKING:
+    from visionfast.prompt_segmenter import PromptSegmenter
 
 __all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "open_engine", "runs_here"]
 
@@ -69,9 +72,7 @@ class Detector:
         decoder: Literal["dali", "cpu"] | None = None,
         check_scans: bool = True,
     ) -> None:
-        if spec.task != self.task:
-            other = Segmenter if spec.task == "segment" else Detector
-            raise OptionError(f"{spec.name}: a model for {spec.task}; open it with {other.__name__}")
+        _check_task(spec, self.task)
         self.spec = spec
         self.manifest: EngineManifest | None = None
         self._options: dict[str, Any] = {
@@ -131,6 +132,7 @@ class Detector:
     ) -> _Self:
         if unknown := sorted(set(options) - set(known := _option_names(cls))):
             raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+        _check_task(manifest.spec, cls.task)
         check_outputs(folder, manifest)
         (engine,) = load_graphs(folder, manifest, threads=threads, device=device)
         try:
@@ -208,12 +210,27 @@ class Segmenter(Detector):
 
 def open_engine(
     engine: str | os.PathLike[str], *, threads: int | None = None, device: str | None = None, **options: Any
-) -> Detector:
-    """Opens an engine as what its task needs, `Detector` or `Segmenter`; arguments and errors as `Detector.open`."""
+) -> Detector | PromptSegmenter:
+    """Opens an engine as what its task needs: `Detector`, `Segmenter` or `PromptSegmenter`.
+
+    Arguments and errors as for the `open` of each.
+    """
     folder = artifacts.find_engine(engine, usable=runs_here)
     manifest = artifacts.read_manifest(folder)
+    if manifest.spec.task == "prompt-segment":
+        from visionfast.prompt_segmenter import PromptSegmenter
+
+        return PromptSegmenter.from_folder(folder, manifest, threads=threads, device=device, **options)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
+
+
+def _check_task(spec: ModelSpec, task: str) -> None:
+    if spec.task != task:
+        raise OptionError(f"{spec.name}: a model for {spec.task}; open it with {_OPENED_BY[spec.task]}")
+
+
+_OPENED_BY: dict[Task, str] = {"detect": "Detector", "segment": "Segmenter", "prompt-segment": "PromptSegmenter"}
 
 
 def _option_names(opened: type[Detector]) -> list[str]:

@@ -16,7 +16,7 @@ from visionfast import artifacts, machine
 from visionfast.backends import BACKENDS, get_backend
 from visionfast.errors import BackendError, VisionfastError
 from visionfast.fetch import Published
-from visionfast.types import EngineManifest
+from visionfast.types import EngineManifest, ModelSpec
 
 __all__ = ["certificate", "doctor", "download", "inventory", "manifest", "published", "stages"]
 
@@ -83,16 +83,13 @@ def certificate(manifest: EngineManifest) -> None:
 def manifest(folder: Path, engine: EngineManifest) -> None:
     spec = engine.spec
     table = Table(box=None, show_header=False)
-    h, w = spec.preprocess.size_hw
     names = ", ".join(spec.class_names[:8]) + (f", … ({len(spec.class_names)})" if len(spec.class_names) > 8 else "")
     rows = {
         "engine": str(folder),
         "model": f"{spec.architecture} ({spec.task}), weights sha256 {engine.weights_sha256[:16]}…",
         "licence": _licence(engine),
-        "classes": names,
-        "input": f"{spec.batch} × {h}×{w}, "
-        + ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].inputs),
-        "output": ", ".join(f"{t.name} {t.shape} {t.dtype}" for t in spec.graphs[0].outputs),
+        **({"classes": names} if names else {}),
+        **_tensors(spec),
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
         + (f", on {engine.platform}" if engine.platform else ""),
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
@@ -106,6 +103,18 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         table.add_row(key, escape(value))
     _out.print(table)
     certificate(engine)
+
+
+def _tensors(spec: ModelSpec) -> dict[str, str]:
+    """What goes into each graph and what comes out; the graphs are named where there are several."""
+    h, w = spec.preprocess.size_hw
+    rows = {}
+    for graph in spec.graphs:
+        of_graph = f"{graph.name} " if len(spec.graphs) > 1 else ""
+        images = f"{spec.batch} × {h}×{w}, " if graph is spec.graphs[0] else ""
+        rows[f"{of_graph}input"] = images + ", ".join(f"{t.name} {t.shown} {t.dtype}" for t in graph.inputs)
+        rows[f"{of_graph}output"] = ", ".join(f"{t.name} {t.shown} {t.dtype}" for t in graph.outputs)
+    return rows
 
 
 def _licence(engine: EngineManifest) -> str:
@@ -136,15 +145,18 @@ def inventory() -> None:
     _out.print(table if models else none)
 
     folders = artifacts.engine_folders()
-    table = Table("engine", "model", "certificate", "runs here", title="engines", title_justify="left", box=None)
+    table = Table(
+        "engine", "model", "task", "certificate", "runs here", title="engines", title_justify="left", box=None
+    )
     for folder in folders:
         try:
             engine = artifacts.read_manifest(folder)
         except VisionfastError as error:
-            table.add_row(_near(folder), "", "", escape(f"no: {error}"))
+            table.add_row(_near(folder), "", "", "", escape(f"no: {error}"))
             continue
         runs = _runs_here(engine) or "yes"
-        table.add_row(_near(folder), escape(engine.spec.architecture), engine.certificate.status, escape(runs))
+        spec = engine.spec
+        table.add_row(_near(folder), escape(spec.architecture), spec.task, engine.certificate.status, escape(runs))
     none = f"no engines under {escape(str(artifacts.engines_home()))}; `visionfast build` makes one"
     _out.print(table if folders else none)
 

@@ -11,12 +11,13 @@ from visionfast.backends import DeviceEngine
 from visionfast.errors import OptionError
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.sessions import Session
+from visionfast.sessions.prompts import PromptSession
 from visionfast.types import ModelSpec, Runner
 
 if TYPE_CHECKING:
     from visionfast.preprocess.dali import DaliPreprocessor
 
-__all__ = ["open_session"]
+__all__ = ["open_prompt_session", "open_session"]
 
 _DECODE_THREADS = 4  # of one session: there are several, and the GPU decodes
 
@@ -53,6 +54,25 @@ def open_session(
     if decoder == "dali" or (decoder is None and _has_dali(engine)):
         dali = _dali(spec, engine, limits, check_scans)
     return CudaSession(spec, engine, options=options, limits=limits, dali=dali, graph=graph)
+
+
+def open_prompt_session(
+    spec: ModelSpec, encoder: Runner | DeviceEngine, decoder: Runner | DeviceEngine
+) -> PromptSession:
+    """A prompt segmenter's session, on the host or on the GPU whose stream both engines share.
+
+    Raises:
+        BackendError: the runtime failed; both engines are closed then.
+    """
+    if isinstance(encoder, DeviceEngine) and isinstance(decoder, DeviceEngine):
+        from visionfast.sessions.prompts_cuda import CudaPromptSession
+
+        return CudaPromptSession(spec, encoder, decoder)
+    assert not isinstance(encoder, DeviceEngine)  # both come from one folder
+    assert not isinstance(decoder, DeviceEngine)
+    from visionfast.sessions.prompts_host import HostPromptSession
+
+    return HostPromptSession(spec, encoder, decoder)
 
 
 def _has_dali(engine: DeviceEngine) -> bool:

@@ -80,8 +80,12 @@ class PromptSession(Protocol):
     prompts: int
     points: int
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Features:
+    def encode(self, pixels: npt.NDArray[np.uint8], stage_ns: dict[str, int] | None = None) -> Features:
         """(H, W, 3) uint8 RGB → the features, which are the caller's.
+
+        Args:
+            pixels: of the image.
+            stage_ns: takes the nanoseconds of `preprocess` and `encoder`, where it is given.
 
         Raises:
             BackendError: the runtime failed, or the session is closed.

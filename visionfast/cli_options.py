@@ -1,0 +1,36 @@
+"""What several verbs of the command line take, and how its words are read."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeAlias
+
+import typer
+
+from visionfast.errors import OptionError
+
+__all__ = ["EngineArgument", "listed", "size_hw"]
+
+EngineArgument: TypeAlias = Annotated[
+    str, typer.Argument(metavar="ENGINE", help="Its folder, or a model's name under engines/.")
+]
+
+
+def listed(text: str | None) -> list[str] | None:
+    """`a, b` → its names. An empty one is a slip of the keyboard, and to `build` it means the whole network."""
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise OptionError(f"{text!r}: expected names with commas between, got an empty one")
+    return names
+
+
+def size_hw(text: str | None) -> tuple[int, int] | None:
+    """`640` or `384x640` (height x width) → (h, w) pixels."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(re.fullmatch("[0-9]{1,6}", part) for part in parts):
+        raise OptionError(f"--imgsz {text}: expected a number of pixels, or height x width, such as 384x640")
+    return int(parts[0]), int(parts[-1])

@@ -155,6 +155,8 @@ def test_an_image_is_encoded_once(mobile: Path, photographs: list[Path]) -> None
         assert (stats.misses, stats.hits, stats.entries) == (1, 1, 1)
         assert {"hash", "decode", "preprocess", "encoder", "decoder", "postprocess"} == set(first.stage_ns)
         assert {"hash", "decoder", "postprocess"} == set(again.stage_ns)
+        encoded = segmenter.encode(photographs[0])
+        assert {"decoder", "postprocess"} == set(segmenter.segment(encoded, points=[(100, 100, 1)]).stage_ns)
 
 
 def test_a_changed_byte_is_a_miss(segmenter: PromptSegmenter, photographs: list[Path]) -> None:

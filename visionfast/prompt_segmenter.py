@@ -211,7 +211,8 @@ class PromptSegmenter:
 
         encoded = self._own(image) if isinstance(image, EncodedImage) else self._asked(image, check=prompts_on)
         tensors = prompts_on(encoded.placed)
-        answer = _Answer(encoded, {"decoder": 0, "postprocess": 0})
+        before = {} if encoded is image else encoded.stage_ns
+        answer = _Answer(encoded.placed, {**before, "decoder": 0, "postprocess": 0})
         for first, some in _chunks(tensors, self.session.prompts):
             started = perf_counter_ns()
             decoded = self.session.decode(encoded.features, some)
@@ -337,9 +338,9 @@ def _transfer(encoder: Runner | DeviceEngine) -> Transfer | None:
 class _Answer:
     """Collects the masks of the chunks."""
 
-    def __init__(self, encoded: EncodedImage, stage_ns: dict[str, int]) -> None:
-        self.stage_ns = dict(encoded.stage_ns) | stage_ns
-        self._placed = encoded.placed
+    def __init__(self, placed: Letterbox, stage_ns: dict[str, int]) -> None:
+        self.stage_ns = stage_ns
+        self._placed = placed
         self._counts: list[bytes] = []
         self._scores: list[npt.NDArray[np.float32]] = []
         self._prompts: list[npt.NDArray[np.int64]] = []

@@ -16,18 +16,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
-from interleaved import QUIET, Contestant, Goal, OtherLoad, console, environment, interleave, report  # before torch
+from interleaved import (  # before torch
+    QUIET,
+    Contestant,
+    Goal,
+    OtherLoad,
+    console,
+    environment,
+    interleave,
+    report,
+    write_results,
+)
 
 from visionfast import artifacts
 from visionfast.backends import get_backend
@@ -229,16 +237,7 @@ def main() -> int:
                         }
                     )
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "benchmark": "clicks",
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": {k: str(v) for k, v in vars(arguments).items() if k not in ("model", "json")},
-            "environment": before,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        console.print(f"raw samples: {arguments.json}")
+        write_results(arguments.json, "clicks", arguments, before, results)
     return 1 if arguments.strict and not every else 0
 
 

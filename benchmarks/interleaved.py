@@ -6,14 +6,17 @@ previous one left behind are not its own), then timed.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,18 @@ from rich.table import Table
 
 from visionfast import machine
 
-__all__ = ["QUIET", "Contestant", "Goal", "OtherLoad", "Samples", "console", "environment", "interleave", "report"]
+__all__ = [
+    "QUIET",
+    "Contestant",
+    "Goal",
+    "OtherLoad",
+    "Samples",
+    "console",
+    "environment",
+    "interleave",
+    "report",
+    "write_results",
+]
 
 QUIET = 0.03
 """Share of the processors that others may take before the figures say nothing."""
@@ -185,3 +199,27 @@ def environment() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         facts["git"] = "not a checkout"
     return facts
+
+
+def write_results(
+    path: Path, benchmark: str, arguments: argparse.Namespace, before: Mapping[str, str], results: Sequence[Any]
+) -> None:
+    """The raw samples with all that they depend on, as JSON."""
+    content = {
+        "benchmark": benchmark,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        # names, not the paths of one machine
+        "command": {name: _named(value) for name, value in vars(arguments).items()},
+        "environment": before,
+        "load_average_after": environment()["load_average"],
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    console.print(f"raw samples: {path}")
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    return value.name if isinstance(value, Path) else str(value)

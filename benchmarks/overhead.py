@@ -12,20 +12,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import numpy.typing as npt
-from interleaved import QUIET, Contestant, Goal, OtherLoad, console, environment, interleave, report  # before torch
+from interleaved import (  # before torch
+    QUIET,
+    Contestant,
+    Goal,
+    OtherLoad,
+    console,
+    environment,
+    interleave,
+    report,
+    write_results,
+)
 
 from visionfast.backends import get_backend
 from visionfast.bench.baseline import NaivePyTorch
@@ -222,18 +230,7 @@ def main() -> int:
     console.print(f"{before['cpu']}, {before['cpus']} processors; load before {before['load_average']}, ", end="")
     console.print(f"after {after['load_average']}. Below 100 samples, P99 is all but the slowest one.")
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "benchmark": "overhead",
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            # names, not the paths of one machine
-            "command": {k: v.name if isinstance(v, Path) else str(v) for k, v in vars(arguments).items()},
-            "environment": before,
-            "load_average_after": after["load_average"],
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        console.print(f"raw samples: {arguments.json}")
+        write_results(arguments.json, "overhead", arguments, before, results)
     return 1 if arguments.strict and not every else 0
 
 

@@ -18,8 +18,8 @@ from visionfast.everything import everything
 from visionfast.postprocess.decoded import HostDecoded
 from visionfast.postprocess.nms import box_iou
 from visionfast.results import Masks
-from visionfast.sessions.prompts import Features, PromptTensors
-from visionfast.types import ModelSpec, PreprocessSpec, PromptSpec
+from visionfast.sessions.prompts import Features
+from visionfast.types import ModelSpec, PreprocessSpec, PromptSpec, PromptTensors
 
 _SPEC = ModelSpec(
     name="discs",

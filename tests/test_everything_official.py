@@ -21,8 +21,7 @@ from visionfast.everything import everything
 from visionfast.postprocess.decoded import HostDecoded
 from visionfast.postprocess.masks import InstanceMasks, mask_iou
 from visionfast.results import Masks
-from visionfast.sessions.prompts import PromptTensors
-from visionfast.types import ModelSpec, PreprocessSpec, PromptSpec
+from visionfast.types import ModelSpec, PreprocessSpec, PromptSpec, PromptTensors
 
 torch = pytest.importorskip("torch", reason="the official generators run in PyTorch: pip install 'visionfast[build]'")
 segment_anything = pytest.importorskip("segment_anything", reason="pip install segment-anything")

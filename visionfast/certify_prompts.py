@@ -21,9 +21,9 @@ from visionfast.families import LoadedModel
 from visionfast.preprocess.antialias import geometry
 from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.prompts import prompt_tensors
-from visionfast.sessions.prompts import Decoded, Features, PromptSession, PromptTensors
+from visionfast.sessions.prompts import Decoded, Features, PromptSession
 from visionfast.sessions.prompts_host import HostPromptSession
-from visionfast.types import Certificate, Letterbox, Precision, PromptSpec
+from visionfast.types import Certificate, Letterbox, Precision, PromptSpec, PromptTensors
 
 __all__ = ["PROMPTS", "certify_prompts", "eager_session", "prompts_for", "run_prompts"]
 

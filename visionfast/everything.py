@@ -26,8 +26,8 @@ from visionfast.postprocess.regions import remove_small_regions
 from visionfast.preprocess.antialias import geometry
 from visionfast.preprocess.prompts import prompt_tensors
 from visionfast.results import Masks
-from visionfast.sessions.prompts import Decoded, Features, PromptSession, PromptTensors
-from visionfast.types import Letterbox, ModelSpec, PromptSpec
+from visionfast.sessions.prompts import Decoded, Features, PromptSession
+from visionfast.types import Letterbox, ModelSpec, PromptSpec, PromptTensors
 
 __all__ = ["MOST_CROP_LAYERS", "Encode", "Progress", "everything"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import triton
 
-from visionfast.errors import BackendUnavailableError
+from visionfast.errors import BackendUnavailableError, ShapeError
 
-__all__ = ["kernel_device", "launching_on"]
+__all__ = ["check_tensor", "kernel_device", "launching_on"]
 
 _INTERPRETER = "set TRITON_INTERPRET=1 before Triton is imported to run them there, slowly"
 
@@ -36,6 +36,21 @@ def kernel_device(device: torch.device | str, kernel: Any, *, what: str, instead
     if device.type != "cuda" or not torch.cuda.is_available():
         raise BackendUnavailableError(f"{what}: expected a CUDA device, got {device}, which is not here")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Raises `ShapeError` unless a kernel may be given this tensor: it would read and write past any other's end."""
+    fits = tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.device == device
+    if fits and tensor.is_contiguous():
+        return
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    layout = "" if tensor.is_contiguous() else ", not contiguous"
+    raise ShapeError(
+        f"{name}: expected {shape} {kinds} on {device}, contiguous, got "
+        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
+    )
 
 
 @contextlib.contextmanager

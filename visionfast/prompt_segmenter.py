@@ -27,8 +27,8 @@ from visionfast.preprocess.prompts import prompt_tensors
 from visionfast.results import Masks
 from visionfast.sessions import ImageSource, pixels_of
 from visionfast.sessions.opening import open_prompt_session
-from visionfast.sessions.prompts import Decoded, Features, PromptSession, PromptTensors
-from visionfast.types import EngineManifest, Letterbox, ModelSpec, PromptSpec, Runner
+from visionfast.sessions.prompts import Decoded, Features, PromptSession
+from visionfast.types import EngineManifest, Letterbox, ModelSpec, PromptSpec, PromptTensors, Runner
 
 __all__ = ["EncodedImage", "PromptSegmenter"]
 

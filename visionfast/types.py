@@ -25,6 +25,7 @@ __all__ = [
     "Precision",
     "PreprocessSpec",
     "PromptSpec",
+    "PromptTensors",
     "Runner",
     "Task",
     "TensorSpec",
@@ -176,6 +177,24 @@ class PromptSpec:
     logit_limit: float | None = None
     score_threshold: float = 0.88
     stability_threshold: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptTensors:
+    """Prompts as the decoder takes them (`visionfast.preprocess.prompts` makes them).
+
+    Attributes:
+        points: (P, N, 2) float32, x and y in pixels of the network's input.
+        labels: (P, N) float32: 1 on the object, 0 beside it, 2 and 3 a box's corners, -1 padding.
+        mask_input: (P, 1, 256, 256) float32 mask logits of an earlier answer, or `None`.
+    """
+
+    points: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.float32]
+    mask_input: npt.NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.points)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from gpu_checks.rows import Deadline, Row, absent, in_words, judged, timed
 from gpu_checks.subjects import Context, has
 from visionfast.postprocess.enlarge import Resize, enlarge_reference
 from visionfast.preprocess.antialias import geometry
-from visionfast.sessions.prompts import PromptTensors
-from visionfast.types import ModelSpec, PreprocessSpec
+from visionfast.types import ModelSpec, PreprocessSpec, PromptTensors
 
 __all__ = ["check_prompt_kernels", "check_prompt_session", "check_prompt_times"]
 

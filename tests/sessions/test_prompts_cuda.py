@@ -22,10 +22,9 @@ from visionfast.errors import BackendError, IncompatibleEngineError, ShapeError
 from visionfast.postprocess import device_masks
 from visionfast.postprocess.enlarge import enlarge_reference
 from visionfast.preprocess.antialias import geometry
-from visionfast.sessions.prompts import PromptTensors
 from visionfast.sessions.prompts_cuda import CudaPromptSession
 from visionfast.sessions.prompts_host import HostPromptSession
-from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, PromptSpec, TensorSpec
+from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, PromptSpec, PromptTensors, TensorSpec
 
 SIDE, PLANE, MOST, POINTS = 64, 16, 3, 5
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import OptionError
-from visionfast.sessions.prompts import PromptTensors
-from visionfast.types import Letterbox, PromptSpec
+from visionfast.types import Letterbox, PromptSpec, PromptTensors
 
 __all__ = ["parse_box", "parse_point", "prompt_tensors"]
 

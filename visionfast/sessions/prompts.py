@@ -7,37 +7,18 @@ memory or on a GPU, is the session's own business: what crosses this interface i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from visionfast.postprocess.masks import InstanceMasks
-from visionfast.types import Letterbox
+from visionfast.types import Letterbox, PromptTensors
 
-__all__ = ["Decoded", "Features", "PromptSession", "PromptTensors"]
+__all__ = ["Decoded", "Features", "PromptSession"]
 
 Features: TypeAlias = Mapping[str, Any]
 """The encoder's outputs by name: arrays on the host, or tensors on the session's device. Never live buffers."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptTensors:
-    """Prompts as the decoder takes them (`visionfast.preprocess.prompts` makes them).
-
-    Attributes:
-        points: (P, N, 2) float32, x and y in pixels of the network's input.
-        labels: (P, N) float32: 1 on the object, 0 beside it, 2 and 3 a box's corners, -1 padding.
-        mask_input: (P, 1, 256, 256) float32 mask logits of an earlier answer, or `None`.
-    """
-
-    points: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.float32]
-    mask_input: npt.NDArray[np.float32] | None = None
-
-    def __len__(self) -> int:
-        return len(self.points)
 
 
 class Decoded(Protocol):

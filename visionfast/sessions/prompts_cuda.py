@@ -21,9 +21,9 @@ from visionfast.errors import BackendError, IncompatibleEngineError, ShapeError
 from visionfast.postprocess.device_masks import DeviceDecoded, DeviceMasks
 from visionfast.preprocess.antialias import geometry
 from visionfast.preprocess.cpu_antialias import AntialiasPreprocessor
-from visionfast.sessions.prompts import Features, PromptTensors
+from visionfast.sessions.prompts import Features
 from visionfast.stream import Turns, Upload
-from visionfast.types import ModelSpec
+from visionfast.types import ModelSpec, PromptTensors
 
 __all__ = ["CudaPromptSession"]
 

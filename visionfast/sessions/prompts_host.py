@@ -12,8 +12,8 @@ import numpy.typing as npt
 from visionfast.errors import BackendError
 from visionfast.postprocess.decoded import HostDecoded
 from visionfast.preprocess.cpu_antialias import AntialiasPreprocessor
-from visionfast.sessions.prompts import Features, PromptTensors
-from visionfast.types import ModelSpec, Runner
+from visionfast.sessions.prompts import Features
+from visionfast.types import ModelSpec, PromptTensors, Runner
 
 __all__ = ["HostPromptSession"]
 

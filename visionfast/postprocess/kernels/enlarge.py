@@ -16,7 +16,7 @@ import torch
 import triton
 
 from visionfast.errors import OptionError, ShapeError
-from visionfast.kernel_device import kernel_device, launching_on
+from visionfast.kernel_device import check_tensor, kernel_device, launching_on
 from visionfast.postprocess.enlarge import Taps
 from visionfast.postprocess.kernels import enlarge_stages as stages
 
@@ -156,18 +156,7 @@ class EnlargeKernels:
             ("chosen", chosen, (chosen.numel(),), (torch.int32,)),
             ("taps", table.tensor, (TAP_ROWS, sum(table.image_hw)), (torch.int32,)),
         ):
-            if (
-                tuple(tensor.shape) != expected
-                or tensor.dtype not in dtypes
-                or tensor.device != self.words.device
-                or not tensor.is_contiguous()
-            ):
-                kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                layout = "" if tensor.is_contiguous() else ", not contiguous"
-                raise ShapeError(
-                    f"{name}: expected {expected} {kinds} on {self.words.device}, contiguous, got "
-                    f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
-                )
+            check_tensor(name, tensor, expected, dtypes, self.words.device)
 
 
 def ahead_of_time() -> Iterator[tuple[str, Any, dict[str, str], dict[str, int], dict[str, int]]]:

@@ -31,7 +31,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

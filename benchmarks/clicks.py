@@ -26,7 +26,6 @@ from typing import Any
 import cv2
 import numpy as np
 from interleaved import (  # before torch
-    QUIET,
     Contestant,
     Goal,
     OtherLoad,
@@ -222,10 +221,8 @@ def main() -> int:
                         seed=arguments.seed,
                     )
                     others = load.share()
-                    title = f"{architecture}, {picture.name}; others took {others:.0%} of the processors"
-                    if others > QUIET:
-                        title += ": [red]disturbed, no verdict[/]"
-                    every &= report(title, contestants, _goals(architecture), samples)
+                    title = f"{architecture}, {picture.name}"
+                    every &= report(title, contestants, _goals(architecture), samples, others=others)
                     results.append(
                         {
                             "model": architecture,

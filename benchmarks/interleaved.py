@@ -127,8 +127,20 @@ def _prepare(contestant: Contestant) -> None:
         torch.set_num_threads(machine.usable_cpus())  # ultralytics sets one fewer for the whole process
 
 
-def report(title: str, contestants: Sequence[Contestant], goals: Sequence[Goal], samples: Samples) -> bool:
-    """Prints one picture's tables; whether every goal holds."""
+def report(
+    title: str, contestants: Sequence[Contestant], goals: Sequence[Goal], samples: Samples, *, others: float
+) -> bool:
+    """Prints one picture's tables; whether every goal holds.
+
+    Args:
+        title: of the tables.
+        contestants: that were timed.
+        goals: for the ratios between them.
+        samples: of `interleave`.
+        others: `OtherLoad.share` meanwhile; above `QUIET` there is no verdict, and no goal counts as missed.
+    """
+    disturbed = others > QUIET
+    title += f"; others took {others:.0%} of the processors{': [red]disturbed, no verdict[/]' if disturbed else ''}"
     names = {c.key: c.name for c in contestants}
     table = Table("", "", "n", "P50 ms", "P95 ms", "P99 ms", title=title, title_justify="left", box=None)
     for key, latency in samples.latency_ns.items():
@@ -144,7 +156,7 @@ def report(title: str, contestants: Sequence[Contestant], goals: Sequence[Goal],
         over, under = (np.array(samples.latency_ns[k], float) for k in (goal.numerator, goal.denominator))
         ratio, paired = float(np.median(over) / np.median(under)), over / under
         low, middle, high = np.percentile(paired, (5, 50, 95))
-        holds = None if goal.bound is None else ratio <= goal.bound
+        holds = None if goal.bound is None or disturbed else ratio <= goal.bound
         every &= holds is not False
         table.add_row(
             f"{goal.numerator} / {goal.denominator}",

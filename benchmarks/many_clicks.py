@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=8)
     arguments = parser.parse_args()
     pictures = [path.read_bytes() for path in images_in(arguments.images)[: arguments.pictures]]
-    clicks = some_clicks(arguments.clicks, pictures)
+    clicks = some_clicks(arguments.clicks, pictures, stay=max(1, min(25, arguments.clicks // len(pictures))))
     failed = False
     with tempfile.TemporaryDirectory(prefix="visionfast-") as home:
         os.environ.setdefault("VISIONFAST_HOME", home)
@@ -178,15 +178,15 @@ def main() -> int:
         everyone = EmbeddingCache(1 << 30)
         with PromptSegmenter.open(folder, cache=everyone) as alone:
             right = answers(alone, pictures, clicks)
-        one = everyone.stats().bytes // len(pictures)
-        for room, fits in ((len(pictures), True), (len(pictures) // 3, False)):
+        held = everyone.stats()
+        for room, fits in ((len(pictures), True), (max(1, len(pictures) // 3), len(pictures) == 1)):
             outcome = at_once(
                 lambda cache: PromptSegmenter.open(folder, cache=cache),
                 pictures,
                 clicks,
                 right,
                 threads=arguments.threads,
-                cache_bytes=room * one,
+                cache_bytes=room * held.bytes // held.entries,
             )
             found = complaints(outcome, clicks, pictures, fits=fits)
             failed |= bool(found)

@@ -24,7 +24,6 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 from interleaved import (  # before torch
-    QUIET,
     Contestant,
     Goal,
     OtherLoad,
@@ -212,10 +211,7 @@ def main() -> int:
                     )
                     title = f"YOLOv8{size}, {path.name} {width}×{height}"
                     others = load.share()
-                    title += f"; others took {others:.0%} of the processors"
-                    if others > QUIET:
-                        title += ": [red]disturbed, no verdict[/]"
-                    every &= report(title, fit, _goals(size, precisions), samples)
+                    every &= report(title, fit, _goals(size, precisions), samples, others=others)
                     results.append(
                         {
                             "model": f"yolov8{size}",

@@ -291,3 +291,9 @@ for number in itertools.count():
         with shared._writing():
             assert sum(path.stat().st_size for path in store.folder.rglob("*") if path.name != "lock") <= 3 << 20
     assert shared.stats().damaged == 0
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(OptionError, match=r"photo\.jpg: expected a folder for encoded images, got a file"):
+        EmbeddingStore(tmp_path / "photo.jpg", 1 << 20)

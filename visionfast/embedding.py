@@ -109,7 +109,11 @@ def image_key(source: ImageSource, *, limits: DecodeLimits = _DEFAULT_LIMITS, na
         frame = f"nv12 {source.matrix!r} {bool(source.full_range)} {planes}"
         return KeyedImage(_digest(frame, source.y, source.uv), source)
     kind = type(source).__name__
-    raise ImageFormatError(name or kind, f"expected a path, encoded bytes or a uint8 RGB array, got {kind}")
+    raise ImageFormatError(
+        name or kind,
+        f"expected a path, encoded bytes or a uint8 RGB array, got {kind}; numpy.asarray(image.convert('RGB')) makes "
+        "an array of a Pillow image",
+    )
 
 
 def model_key(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
@@ -19,15 +20,15 @@ from visionfast.embedding import Embedding, KeyedImage, embedding_key, image_key
 from visionfast.embedding_cache import CacheStats, EmbeddingCache, Transfer
 from visionfast.errors import OptionError
 from visionfast.loading import check_outputs, load_graphs, runs_here
-from visionfast.postprocess.choose import choose_masks, given_logits
-from visionfast.postprocess.masks import InstanceMasks
+from visionfast.postprocess.answer import Answer
+from visionfast.postprocess.choose import choose_masks
 from visionfast.preprocess.antialias import geometry
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.prompts import prompt_tensors
 from visionfast.results import Masks
 from visionfast.sessions import ImageSource, pixels_of
 from visionfast.sessions.opening import open_prompt_session
-from visionfast.sessions.prompts import Decoded, Features, PromptSession
+from visionfast.sessions.prompts import Features, PromptSession
 from visionfast.types import EngineManifest, Letterbox, ModelSpec, PromptSpec, PromptTensors, Runner
 
 __all__ = ["EncodedImage", "PromptSegmenter"]
@@ -192,7 +193,7 @@ class PromptSegmenter:
             logits: also give each mask's logits.
 
         Returns:
-            P masks, or 3 P with `multimask`.
+            P masks, or 3 P with `multimask`; none where `boxes` is (0, 4), as a detector's are where it finds nothing.
 
         Raises:
             OptionError: no prompt, or one that does not fit the image; the message says which.
@@ -209,11 +210,13 @@ class PromptSegmenter:
                 most_points=self.session.points,
             )
 
+        if points is None and boxes is not None and np.shape(boxes) == (0, 4):
+            return Masks.empty(self._size_of(image))
         encoded = self._own(image) if isinstance(image, EncodedImage) else self._asked(image, check=prompts_on)
         tensors = prompts_on(encoded.placed)
         before = {} if encoded is image else encoded.stage_ns
-        answer = _Answer(encoded.placed, {**before, "decoder": 0, "postprocess": 0})
-        for first, some in _chunks(tensors, self.session.prompts):
+        answer = Answer(encoded.placed, {**before, "decoder": 0, "postprocess": 0})
+        for first, some in tensors.chunks(self.session.prompts):
             started = perf_counter_ns()
             decoded = self.session.decode(encoded.features, some)
             decoded_at = perf_counter_ns()
@@ -238,17 +241,27 @@ class PromptSegmenter:
         """
         from visionfast.everything import everything
 
+        if isinstance(image, EncodedImage):
+            raise OptionError(
+                "everything: expected an image, got an encoded one; give the image itself, for its pixels: what was "
+                "encoded is taken from the cache"
+            )
+        if unknown := sorted(set(options) - set(known := _keywords(everything))):
+            raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+        started = perf_counter_ns()
         name = _name(image)
-        _, source = keyed = image_key(image, limits=self._limits, name=name)
-        pixels = pixels_of(source, limits=self._limits, name=name)
+        keyed = image_key(image, limits=self._limits, name=name)
+        hashed = perf_counter_ns()
+        pixels = pixels_of(keyed.source, limits=self._limits, name=name)
+        before = {"hash": hashed - started, "decode": perf_counter_ns() - hashed}
 
         def encode(crop: npt.NDArray[np.uint8], stage_ns: dict[str, int]) -> Features:
             # The whole picture under the key that clicks on it have; crops by their pixels.
-            if crop.shape == pixels.shape:
-                return self._encode(keyed, name, stage_ns).features
-            return self._encode(image_key(crop), name, stage_ns).features
+            key = keyed.key if crop.shape == pixels.shape else image_key(crop).key
+            return self._encode(KeyedImage(key, crop), name, stage_ns).features
 
-        return everything(pixels, self.session, self.spec, encode=encode, **options)
+        found = everything(pixels, self.session, self.spec, encode=encode, **options)
+        return replace(found, stage_ns=before | {k: v for k, v in found.stage_ns.items() if k not in before})
 
     # ---- around them --------------------------------------------------------------------------------------
 
@@ -301,6 +314,12 @@ class PromptSegmenter:
         embedding = self._cache.get(key, make, transfer=self._transfer)
         return EncodedImage(embedding.placed.image_hw, embedding.placed, embedding.features, self._model, stage_ns)
 
+    def _size_of(self, image: EncodedImage | ImageSource) -> tuple[int, int]:
+        if isinstance(image, EncodedImage):
+            return self._own(image).image_hw
+        height, width = pixels_of(image, limits=self._limits, name=_name(image)).shape[:2]
+        return height, width
+
     def _place(self, pixels: npt.NDArray[np.uint8]) -> Letterbox:
         return geometry((pixels.shape[0], pixels.shape[1]), self.spec.preprocess)
 
@@ -310,6 +329,13 @@ class PromptSegmenter:
                 f"{self.spec.name}: expected an image that this engine encoded, got another engine's; encode it again"
             )
         return image
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """What `PromptSegmenter.everything` hands on to it."""
+    own = ("features", "encode")
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own]
 
 
 def _name(image: ImageSource) -> str:
@@ -333,42 +359,3 @@ def _transfer(encoder: Runner | DeviceEngine) -> Transfer | None:
         return torch.from_numpy(array.copy()).to(where)  # a copy: what the store gives is read-only
 
     return Transfer(to_host=lambda tensor: tensor.cpu().numpy(), to_device=to_device)
-
-
-class _Answer:
-    """Collects the masks of the chunks."""
-
-    def __init__(self, placed: Letterbox, stage_ns: dict[str, int]) -> None:
-        self.stage_ns = stage_ns
-        self._placed = placed
-        self._counts: list[bytes] = []
-        self._scores: list[npt.NDArray[np.float32]] = []
-        self._prompts: list[npt.NDArray[np.int64]] = []
-        self._logits: list[npt.NDArray[np.float32]] = []
-
-    def add(self, decoded: Decoded, chosen: npt.NDArray[np.int64], first: int, logits_of: PromptSpec | None) -> None:
-        """Adds chosen (P, C') masks of P prompts, the first of which is the caller's prompt number `first`."""
-        flat = chosen.ravel()
-        self._counts += decoded.masks(flat, self._placed).counts
-        self._scores.append(decoded.scores.ravel()[flat])
-        self._prompts.append(np.repeat(np.arange(first, first + len(chosen), dtype=np.int64), chosen.shape[1]))
-        if logits_of is not None:
-            self._logits.append(given_logits(decoded.logits(flat), logits_of))
-
-    def masks(self) -> Masks:
-        image_hw = self._placed.image_hw
-        return Masks(
-            mask=InstanceMasks(tuple(self._counts), image_hw),
-            score=np.concatenate(self._scores),
-            prompt=np.concatenate(self._prompts),
-            image_hw=image_hw,
-            logits=np.concatenate(self._logits) if self._logits else None,
-            stage_ns=self.stage_ns,
-        )
-
-
-def _chunks(prompts: PromptTensors, size: int) -> Iterator[tuple[int, PromptTensors]]:
-    for first in range(0, len(prompts), size):
-        some = np.s_[first : first + size]
-        mask = None if prompts.mask_input is None else prompts.mask_input[some]
-        yield first, PromptTensors(prompts.points[some], prompts.labels[some], mask)

@@ -212,4 +212,4 @@ def doctor() -> None:
         table.add_row(name, state.version or "—", *marks, " ".join(state.precisions), escape(state.reason))
     _out.print(table)
     if "amx_bf16" in flags:
-        _out.print("This CPU has AMX: `visionfast build … --precision bf16` is worth a try.")
+        _out.print("This CPU has AMX: `visionfast build … --precision bf16` is worth a try with YOLO.")

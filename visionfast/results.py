@@ -68,9 +68,9 @@ class Detections:
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("Detections has no order of fields: use .xyxy, .confidence, .class_id, .mask")
 
-    def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int]) -> Detections:
-        """The selected objects; `index` is a slice, a boolean mask or a list of positions."""
-        chosen = np.arange(len(self))[index]
+    def __getitem__(self, index: int | slice | npt.NDArray[Any] | Sequence[int]) -> Detections:
+        """The selected objects; `index` is a position, a slice, a boolean mask or a list of positions."""
+        chosen = np.atleast_1d(np.arange(len(self))[index])
         return Detections(
             xyxy=self.xyxy[chosen],
             confidence=self.confidence[chosen],
@@ -139,12 +139,28 @@ class Masks:
         if self.mask.image_hw != self.image_hw:
             raise ShapeError(f"Masks.mask: expected masks of {self.image_hw}, got {self.mask.image_hw}")
 
+    @classmethod
+    def empty(cls, image_hw: tuple[int, int]) -> Masks:
+        """No mask."""
+        from visionfast.postprocess.masks import InstanceMasks
+
+        return cls(InstanceMasks((), image_hw), np.zeros(0, np.float32), np.zeros(0, np.int64), image_hw)
+
+    def __repr__(self) -> str:
+        h, w = self.image_hw
+        scores = ", ".join(f"{score:.2f}" for score in self.score[:6]) + (", …" if len(self) > 6 else "")
+        return f"Masks({len(self)} of {w}×{h}, score [{scores}])"
+
     def __len__(self) -> int:
         return len(self.mask)
 
-    def __getitem__(self, index: slice | npt.NDArray[Any] | Sequence[int]) -> Masks:
-        """The selected masks; `index` is a slice, a boolean mask or a list of positions."""
-        chosen = np.arange(len(self))[index]
+    def __iter__(self) -> Iterator[Masks]:
+        """One mask after the other, each as `Masks` of one."""
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int | slice | npt.NDArray[Any] | Sequence[int]) -> Masks:
+        """The selected masks; `index` is a position, a slice, a boolean mask or a list of positions."""
+        chosen = np.atleast_1d(np.arange(len(self))[index])
         return Masks(
             mask=self.mask[chosen],
             score=self.score[chosen],
@@ -161,3 +177,14 @@ class Masks:
         """(M, 4) float32: the corners of each mask's own extent, original pixels; 0 for an empty one."""
         left_top_size = self.mask.xywh()
         return np.concatenate([left_top_size[:, :2], left_top_size[:, :2] + left_top_size[:, 2:]], 1).astype(np.float32)
+
+    def to_supervision(self) -> Any:
+        """As `supervision.Detections`, with the scores as confidence, and `data["prompt"]`; masks become dense."""
+        import supervision as sv
+
+        return sv.Detections(
+            xyxy=self.xyxy,
+            confidence=self.score.copy(),
+            mask=self.mask.dense(),
+            data={"prompt": self.prompt.copy()},
+        )

@@ -6,7 +6,7 @@ its EXIF orientation was applied, `h, w` pixels of the network's input, `N` obje
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -195,6 +195,13 @@ class PromptTensors:
 
     def __len__(self) -> int:
         return len(self.points)
+
+    def chunks(self, size: int) -> Iterator[tuple[int, PromptTensors]]:
+        """At most `size` prompts at a time, each time with the number of the first."""
+        for first in range(0, len(self), size):
+            some = np.s_[first : first + size]
+            mask = None if self.mask_input is None else self.mask_input[some]
+            yield first, PromptTensors(self.points[some], self.labels[some], mask)
 
 
 @dataclass(frozen=True, slots=True)

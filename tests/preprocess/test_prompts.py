@@ -90,6 +90,10 @@ def test_each_of_several_prompts_is_what_it_is_alone(spec):
             np.testing.assert_array_equal(together.labels[i : i + 1], alone.labels)
 
 
+def test_one_point_by_itself():
+    np.testing.assert_array_equal(tensors((320, 240, 1)).points, tensors([(320, 240, 1)]).points)
+
+
 @pytest.mark.parametrize("shape", [(256, 256), (1, 256, 256), (1, 1, 256, 256)])
 def test_a_mask_of_one_prompt(shape):
     logits = np.random.default_rng(0).normal(0, 9, shape).astype(np.float32)
@@ -144,7 +148,9 @@ MASK = np.zeros((256, 256), np.float32)
         (np.zeros((0, 3)), None, "got none at all"),
         (np.zeros((2, 0, 3)), None, "got none at all"),
         (None, np.zeros((0, 4)), "boxes: .* got none at all"),
-        ((320, 240, 1), None, r"points: expected .*, got \(3,\)"),
+        ((320, 240), None, r"points: expected .*label 1 on the object and 0 beside it, got \(2,\)"),
+        ([(470, 700, 1)], None, "give pixels of the original image$"),
+        ([(470, 481, 1)], None, "give pixels of the original image with x first$"),
         ([(320, 240)], None, r"points: expected .*, got \(1, 2\)"),
         (np.zeros((1, 1, 1, 3)), None, r"points: expected .*, got \(1, 1, 1, 3\)"),
         (5, None, r"points: expected .*, got \(\)"),
@@ -167,8 +173,8 @@ MASK = np.zeros((256, 256), np.float32)
         (None, (10, 20, INF, 400), "boxes: prompt 0"),
         (POINTS, [BOX, BOX], r"as many prompts of points as boxes, got 1 and 2; give points as \(2, N, 3\)"),
         ([POINTS, POINTS], BOX, "as many prompts of points as boxes, got 2 and 1"),
-        ([(1, 1, 1)] * 32, None, "prompts: expected at most 32 points a prompt, .*, got 33"),
-        ([(1, 1, 1)] * 31, BOX, "prompts: expected at most 32 points a prompt, .*, got 33"),
+        ([(1, 1, 1)] * 32, None, "points: expected at most 31 a prompt, .*, got 32"),
+        ([(1, 1, 1)] * 31, BOX, "points: expected at most 30 a prompt with a box, .*, got 31"),
     ],
 )
 def test_what_is_no_prompt_is_named(points, boxes, message):
@@ -179,7 +185,7 @@ def test_what_is_no_prompt_is_named(points, boxes, message):
 
 
 def test_padding_counts_where_a_box_has_it():
-    with pytest.raises(OptionError, match="got 33"):
+    with pytest.raises(OptionError, match=r"expected at most 29 a prompt with a box, .*, got 30"):
         tensors([(1, 1, 1)] * 30, BOX, spec=SAM2)
 
 
@@ -238,3 +244,17 @@ def test_what_is_no_typed_box(text):
     with pytest.raises(OptionError, match="expected X1,Y1,X2,Y2") as caught:
         parse_box(text)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(parse_point, "0.5,0.5"), (parse_point, "1,0.25:0"), (parse_box, "0.1,0.2,0.9,1"), (parse_box, "0,0,1,0.5")],
+)
+def test_parts_of_the_picture_are_no_pixels(parse, text):
+    with pytest.raises(OptionError, match="expected pixels of the original image, got parts of it"):
+        parse(text)
+
+
+def test_the_first_pixel_may_be_typed():
+    assert parse_point("0,1") == (0, 1, 1)
+    assert parse_box("0,0,1,1") == (0, 0, 1, 1)

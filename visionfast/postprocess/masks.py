@@ -8,7 +8,7 @@ runs of 0 and 1, the first of 0, then a compressed byte string. Decoding prototy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class InstanceMasks:
         image_hw: the original image, pixels.
     """
 
-    counts: tuple[bytes, ...]
+    counts: tuple[bytes, ...] = field(repr=False)
     image_hw: tuple[int, int]
 
     @classmethod

@@ -15,7 +15,7 @@ __all__ = ["parse_box", "parse_point", "prompt_tensors"]
 
 _PADDING = -1.0
 _CORNERS = (2.0, 3.0)  # top left, bottom right
-_POINTS_FORM = "[x, y, label] points as (N, 3), or (P, N, 3) for P prompts"
+_POINTS_FORM = "[x, y, label] points as (N, 3), or (P, N, 3) for P prompts, label 1 on the object and 0 beside it"
 _BOXES_FORM = "[x1, y1, x2, y2] boxes as (4,), or (P, 4) for P prompts"
 _MASK_STRIDE = 4  # pixels of the network's input in one of a mask's
 
@@ -37,8 +37,9 @@ def prompt_tensors(
     it is one unit in the last place away at most, 6e-5 pixels of 1024; for all others the numbers are equal.
 
     Args:
-        points: [x, y, label], original pixels, label 1 on the object and 0 beside it: (N, 3) for one prompt, (P, N, 3)
-            for P prompts, as an array or nested sequences; or `None`. Points beside the object alone are allowed.
+        points: [x, y, label], original pixels, label 1 on the object and 0 beside it: (N, 3) for one prompt, or (3,)
+            where it is one point; (P, N, 3) for P prompts, as an array or nested sequences; or `None`. Points beside
+            the object alone are allowed.
         boxes: x1, y1, x2, y2, original pixels: (4,) for one prompt, (P, 4) for P; or `None`. With points, each prompt
             has both.
         mask_input: mask logits of an earlier answer, with points or boxes that correct it: (256, 256) for one prompt,
@@ -69,11 +70,10 @@ def prompt_tensors(
     if spec.pad_with_box or corners is None:
         xy = np.pad(xy, [(0, 0), (0, 1), (0, 0)])  # at (0, 0), which the placement leaves there
         labels = np.pad(labels, [(0, 0), (0, 1)], constant_values=_PADDING)
-    if labels.shape[1] > most_points:
-        raise OptionError(
-            f"prompts: expected at most {most_points} points a prompt, box corners and padding among them, "
-            f"got {labels.shape[1]}; give fewer points"
-        )
+    if clicks and labels.shape[1] > most_points:
+        got = clicks[1].shape[1]
+        beside = f"{' with a box' if corners else ''}, which this engine was built for"
+        raise OptionError(f"points: expected at most {most_points - labels.shape[1] + got} a prompt{beside}, got {got}")
     (image_h, image_w), (new_h, new_w) = placed.image_hw, placed.resized_hw
     return PromptTensors(
         points=(xy * (new_w / image_w, new_h / image_h)).astype(np.float32),
@@ -85,17 +85,19 @@ def prompt_tensors(
 def _clicks(points: Any, image_hw: tuple[int, int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """(P, N, 2) original pixels and (P, N) labels, checked."""
     numbers = _numbers(points, "points", _POINTS_FORM)
-    if numbers.ndim not in (2, 3) or numbers.shape[-1] != 3:
+    if numbers.ndim not in (1, 2, 3) or numbers.shape[-1] != 3:
         raise OptionError(f"points: expected {_POINTS_FORM}, got {numbers.shape}")
+    numbers = np.atleast_2d(numbers)
     numbers = numbers.reshape(-1, *numbers.shape[-2:])
     xy, labels = numbers[:, :, :2], numbers[:, :, 2]
     h, w = image_hw
     outside = ~((xy >= 0) & (xy < (w, h))).all(axis=2)  # NaN is nowhere
     for prompt, point in np.argwhere(outside)[:1]:
         x, y = xy[prompt, point]
+        swapped = " with x first" if 0 <= y < w and 0 <= x < h else ""
         raise OptionError(
             f"points: prompt {prompt}, point {point}: expected 0 <= x < {w} and 0 <= y < {h}, got ({x}, {y}); "
-            "give pixels of the original image"
+            f"give pixels of the original image{swapped}"
         )
     for prompt, point in np.argwhere((labels != 0) & (labels != 1))[:1]:
         raise OptionError(
@@ -167,6 +169,7 @@ def parse_point(text: str) -> tuple[float, float, int]:
             f"point {text!r}: expected X,Y or X,Y:LABEL with label 1 (on the object) or 0 (beside it), "
             "for example 320,240:0"
         )
+    _check_pixels("point", text, numbers)
     return numbers[0], numbers[1], int(label or 1)
 
 
@@ -179,8 +182,15 @@ def parse_box(text: str) -> tuple[float, float, float, float]:
     numbers = _typed_numbers(text)
     if len(numbers) != 4:
         raise OptionError(f"box {text!r}: expected X1,Y1,X2,Y2, for example 10,20,300,400")
+    _check_pixels("box", text, numbers)
     x1, y1, x2, y2 = numbers
     return x1, y1, x2, y2
+
+
+def _check_pixels(what: str, text: str, numbers: list[float]) -> None:
+    """Raises `OptionError` for what nobody means in pixels, and everybody who thinks in parts of the picture."""
+    if max(numbers) <= 1 and any(number % 1 for number in numbers):
+        raise OptionError(f"{what} {text!r}: expected pixels of the original image, got parts of it")
 
 
 def _typed_numbers(text: str) -> list[float]:

@@ -67,8 +67,8 @@ def certify_prompts(
         measured,
         entries,
         tolerances=PROMPT_TOLERANCES[precision],
-        reference="eager FP32 PyTorch; prompts: two of one point, several points, a box, a box and a point, points and a "
-        "mask; four masks each",
+        reference="eager FP32 PyTorch; prompts: one point twice, several points, a box, a box and a point, points and "
+        "a mask; four masks each",
     )
 
 

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,17 @@ def test_find_engine(engine_home: Path, tmp_path: Path) -> None:
     (first.parent / ".two.half").mkdir()
     artifacts.write_manifest(first.parent / ".two.half", _manifest())
     assert artifacts.engine_folders() == [first, second]
+
+
+def test_an_engine_whose_certificate_failed_is_not_taken_by_itself(engine_home: Path) -> None:
+    for name, status in (("failed", "failed"), ("passed", "passed")):
+        folder = engine_home / "engines" / "small" / name
+        folder.mkdir(parents=True)
+        (folder / "model.bin").write_bytes(b"weights")
+        artifacts.write_manifest(folder, dataclasses.replace(_manifest(), certificate=Certificate(status)))
+    assert artifacts.find_engine("small").name == "passed"
+    shutil.rmtree(engine_home / "engines" / "small" / "passed")
+    assert artifacts.find_engine("small").name == "failed"
 
 
 def test_a_model_with_several_engines(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,16 @@ def test_a_name_is_enough_where_one_engine_runs_here(home: Path, tmp_path: Path)
     assert elsewhere.name not in several.stderr
 
 
+def test_an_engine_whose_certificate_failed_says_so(home: Path, picture: Path, tmp_path: Path) -> None:
+    engine = shutil.copytree(home / "engines/tiny/openvino-fp32-cpu-128x128-b1", tmp_path / "engine")
+    document = json.loads((engine / "engine.json").read_text())
+    document["certificate"]["status"] = "failed"
+    (engine / "engine.json").write_text(json.dumps(document))
+    done = visionfast(home, "predict", engine, picture)
+    assert done.returncode == 0
+    assert done.stderr == f"visionfast: {engine}: its certificate failed: it does not agree with PyTorch\n"
+
+
 def test_usage_errors_exit_with_two(home: Path) -> None:
     done = visionfast(home, "predict")
     assert done.returncode == 2

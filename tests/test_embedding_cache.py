@@ -75,7 +75,7 @@ TestAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30, d
 
 
 def test_options() -> None:
-    with pytest.raises(OptionError, match=r"^max_bytes: expected at least 0, got -1"):
+    with pytest.raises(OptionError, match=r"^max_bytes: expected a whole number of bytes, at least 0, got -1"):
         EmbeddingCache(-1)
     with pytest.raises(OptionError, match=r"^max_folder_bytes 5: expected with a folder only"):
         EmbeddingCache(1, max_folder_bytes=5)

@@ -295,5 +295,5 @@ for number in itertools.count():
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(OptionError, match=r"photo\.jpg: expected a folder for encoded images, got a file"):
+    with pytest.raises(OptionError, match=r"photo\.jpg': expected a folder for encoded images"):
         EmbeddingStore(tmp_path / "photo.jpg", 1 << 20)

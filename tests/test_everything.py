@@ -264,24 +264,29 @@ def test_memory_does_not_grow_with_the_points() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"points_per_side": 0}, "points_per_side: expected at least 1, got 0"),
+        ({"points_per_side": 0}, "points_per_side: expected a whole number from 1 to 1024, got 0"),
         ({"score_threshold": 1.5}, "score_threshold: expected a number from 0 to 1, got 1.5"),
         ({"score_threshold": float("nan")}, "score_threshold: expected a number from 0 to 1, got nan"),
         ({"stability_threshold": -0.1}, "stability_threshold: expected a number from 0 to 1, got -0.1"),
-        ({"stability_offset": -1.0}, "stability_offset: expected a finite number of at least 0, got -1.0"),
-        ({"stability_offset": float("inf")}, "stability_offset: expected a finite number of at least 0, got inf"),
+        ({"stability_offset": -1.0}, "stability_offset: expected a number from 0 to 1e+06, got -1.0"),
+        ({"stability_offset": float("inf")}, "stability_offset: expected a number from 0 to 1e+06, got inf"),
         ({"nms_threshold": 7}, "nms_threshold: expected a number from 0 to 1, got 7"),
         ({"crop_nms_threshold": -1}, "crop_nms_threshold: expected a number from 0 to 1, got -1"),
-        ({"crop_layers": -1}, "crop_layers: expected 0 to 4, got -1"),
-        ({"crop_layers": 5}, "crop_layers: expected 0 to 4, got 5"),
-        ({"crop_overlap": 1.0}, "crop_overlap: expected a number from 0 to below 1, got 1.0"),
-        ({"crop_points_scale": 0}, "crop_points_scale: expected at least 1, got 0"),
+        ({"crop_layers": -1}, "crop_layers: expected a whole number from 0 to 4, got -1"),
+        ({"crop_layers": 5}, "crop_layers: expected a whole number from 0 to 4, got 5"),
+        ({"crop_overlap": 1.0}, "crop_overlap: expected a number from 0 to 0.999, got 1.0"),
+        ({"crop_points_scale": 0}, "crop_points_scale: expected a whole number from 1 to 1024, got 0"),
         (
             {"crop_layers": 2, "crop_points_scale": 3, "points_per_side": 8},
             "points_per_side: expected at least 9, or the last of 2 crop layers would have no points at "
             "crop_points_scale 3; got 8",
         ),
-        ({"min_area": -1}, "min_area: expected at least 0 pixels, got -1"),
+        ({"min_area": -1}, "min_area: expected a whole number from 0 to 1099511627776, got -1"),
+        ({"min_area": 2.5}, "min_area: expected a whole number from 0 to 1099511627776, got 2.5"),
+        ({"points_per_side": "4"}, "points_per_side: expected a whole number from 1 to 1024, got '4'"),
+        ({"points_per_side": True}, "points_per_side: expected a whole number from 1 to 1024, got True"),
+        ({"points_per_side": 100_000}, "points_per_side: expected a whole number from 1 to 1024, got 100000"),
+        ({"nms_threshold": None}, "nms_threshold: expected a number from 0 to 1, got None"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -319,7 +319,7 @@ def test_options_that_do_not_fit_a_sam_engine(
 def test_options_that_do_not_fit_a_detector_s_engine(
     yolo_engine: Path, picture: Path, arguments: tuple[str, ...], flag: str
 ) -> None:
-    with pytest.raises(OptionError, match=f"^{flag}: .* is for detect and takes no prompts"):
+    with pytest.raises(OptionError, match=f"^{flag}: .* is for detect and takes none of the options of a SAM engine"):
         predict(yolo_engine, picture, *arguments)
 
 

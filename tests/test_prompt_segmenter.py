@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -182,6 +183,17 @@ def test_other_weights_are_a_miss(mobile: Path, tmp_path: Path, photographs: lis
     assert (cache.stats().misses, cache.stats().hits) == (2, 0)
 
 
+def test_a_changed_byte_in_the_engine_is_told(mobile: Path, tmp_path: Path) -> None:
+    shutil.copytree(mobile, tmp_path / "engine")
+    with (tmp_path / "engine" / "encoder.bin").open("r+b") as file:
+        file.seek(100_000)
+        byte = file.read(1)
+        file.seek(100_000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ManifestError, match=r"encoder\.bin: expected sha256 .* it was changed: build it again"):
+        PromptSegmenter.open(tmp_path / "engine")
+
+
 def test_a_folder_outlives_the_process(mobile: Path, tmp_path: Path, photographs: list[Path]) -> None:
     with PromptSegmenter.open(mobile, cache_folder=tmp_path) as segmenter:
         first = segmenter.segment(photographs[0], points=[(100, 100, 1)])
@@ -319,6 +331,10 @@ def test_opened_as_what_it_is(
         PromptSegmenter.open(mobile, conf=0.5)
     with pytest.raises(OptionError, match="threads: expected at least 1"):
         PromptSegmenter.open(mobile, threads=0)
+    with pytest.raises(OptionError, match="cache: expected it, or cache_bytes"):
+        PromptSegmenter.open(mobile, cache=EmbeddingCache(1), cache_bytes=1)
+    with pytest.raises(OptionError, match="expected a whole number of bytes"):
+        PromptSegmenter.open(mobile, cache_bytes=float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -329,6 +345,11 @@ def test_opened_as_what_it_is(
         (lambda graphs: graphs[1]["inputs"].pop(), "expected the encoder's outputs and then points"),
         (lambda graphs: graphs[0]["outputs"][0].update(shape=[1, 256, 32, 32]), "expected the encoder's outputs"),
         (lambda graphs: graphs[1]["inputs"][1].update(axes=["prompts", "clicks", ""]), "expected an axis of"),
+        (lambda graphs: graphs[1]["inputs"][1].update(dtype="float16"), r"points: expected \(64, 32, 2\) float32"),
+        (lambda graphs: graphs[1]["inputs"][4].update(axes=[]), r"has_mask: expected \(64,\) float32 with the axes"),
+        (lambda graphs: graphs[1]["outputs"][0].update(shape=[64, 3, 256, 256]), r"expected masks \(64, 4, 256, 256\)"),
+        (lambda graphs: graphs[1].update(usual={"prompts": 0, "points": 2}), "usual: expected 1 to 64 prompts, got 0"),
+        (lambda graphs: graphs[0]["inputs"][0].update(dtype="zz"), r"encoder: expected one input \(1, 3, 1024, 1024\)"),
     ],
 )
 def test_a_damaged_manifest(mobile: Path, tmp_path: Path, change: Callable[[Any], object], says: str) -> None:

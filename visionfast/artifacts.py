@@ -328,7 +328,8 @@ def find_engine(
 ) -> Path:
     """The engine's folder that `reference` names: its path, its engine.json, or a model's name.
 
-    A model's name is enough where it has one engine, or one that is `usable`: that runs here.
+    A model's name is enough where it has one engine, or one that is `usable`, that runs here. One whose certificate
+    failed is not taken where there is another.
 
     Raises:
         ArtifactError: there is none, or several; the message lists what is there.
@@ -352,6 +353,10 @@ def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineMani
         able = [folder for folder in inside if len(inside) > 1 and _is_usable(folder, usable)]
         if len(inside) == 1 or len(able) == 1:
             return (able or inside)[0]
+        failed = [folder for folder in able if read_manifest(folder).certificate.status == "failed"]
+        able = [folder for folder in able if folder not in failed] or failed
+        if len(able) == 1:
+            return able[0]
         if able:
             count = "" if len(able) == len(inside) else f", {len(able)} of them run here"
             names = ", ".join(map(near, able))

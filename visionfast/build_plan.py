@@ -298,6 +298,8 @@ def _check_keep_fp32(model: LoadedModel, keep_fp32: Sequence[str]) -> None:
     """Raises `OptionError` where a name is no module's."""
     graphs = model.spec.graphs
     for name in keep_fp32:
+        if name.endswith("."):
+            raise OptionError(f"keep_fp32: expected a module's path, got {name!r}")
         if len(graphs) > 1 and name.partition(".")[0] not in model.modules:
             raise OptionError(
                 f"keep_fp32: there is no graph for {name!r}; expected a module's path that begins with "

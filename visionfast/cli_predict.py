@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +111,7 @@ def predict_verb(
     if task == "prompt-segment":
         _check_prompts(engine, ways, of_clicks, of_everything, of_detector)
     elif unfit := [*ways, *of_clicks, *of_everything, *_given(cache=cache)]:
-        raise OptionError(f"{_flag(unfit[0])}: {engine} is for {task} and takes no prompts; a SAM engine does")
+        raise OptionError(f"{_flag(unfit[0])}: {engine} is for {task} and takes none of the options of a SAM engine")
     if of_detector.pop("no_graph", False):
         of_detector["graph"] = False
 
@@ -170,7 +172,10 @@ def _engine(named: str) -> tuple[Path, Task]:
     from visionfast.loading import runs_here
 
     folder = find_engine(named, usable=runs_here)
-    return folder, read_manifest(folder).spec.task
+    manifest = read_manifest(folder)
+    if manifest.certificate.status == "failed":
+        print(f"visionfast: {named}: its certificate failed: it does not agree with PyTorch", file=sys.stderr)
+    return folder, manifest.spec.task
 
 
 def _detector(folder: Path, task: Task, options: Mapping[str, Any]) -> Detector:
@@ -179,11 +184,16 @@ def _detector(folder: Path, task: Task, options: Mapping[str, Any]) -> Detector:
     return (Segmenter if task == "segment" else Detector).open(folder, **options)
 
 
-def _segmenter(folder: Path, options: Mapping[str, Any], cache: Path | None) -> PromptSegmenter:
+@contextlib.contextmanager
+def _segmenter(folder: Path, options: Mapping[str, Any], cache: Path | None) -> Iterator[PromptSegmenter]:
     from visionfast.prompt_segmenter import PromptSegmenter
 
     # Nothing in memory: each image is asked about once a call.
-    return PromptSegmenter.open(folder, cache_bytes=0, cache_folder=cache, **options)
+    with PromptSegmenter.open(folder, cache_bytes=0, cache_folder=cache, **options) as segmenter:
+        yield segmenter
+        disk = segmenter.cache_stats().disk
+    if disk is not None and disk.not_kept:
+        print(f"visionfast: {cache}: {disk.not_kept} encoded images could not be kept there", file=sys.stderr)
 
 
 def _given(**options: Any) -> dict[str, Any]:

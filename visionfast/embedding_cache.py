@@ -88,8 +88,8 @@ class EmbeddingCache:
     def __init__(
         self, max_bytes: int, *, folder: str | os.PathLike[str] | None = None, max_folder_bytes: int | None = None
     ) -> None:
-        if max_bytes < 0:
-            raise OptionError(f"max_bytes: expected at least 0, got {max_bytes}")
+        if not isinstance(max_bytes, int) or max_bytes < 0:
+            raise OptionError(f"max_bytes: expected a whole number of bytes, at least 0, got {max_bytes!r}")
         if folder is None and max_folder_bytes is not None:
             raise OptionError(f"max_folder_bytes {max_folder_bytes}: expected with a folder only; name the folder too")
         self.max_bytes = max_bytes

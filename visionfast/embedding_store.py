@@ -74,8 +74,8 @@ class EmbeddingStore:
         if max_bytes < 0:
             raise OptionError(f"max_folder_bytes: expected at least 0, got {max_bytes}")
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise OptionError(f"{folder}: expected a folder for encoded images, got a file")
+        if not os.fspath(folder) or (self.folder.exists() and not self.folder.is_dir()):
+            raise OptionError(f"{os.fspath(folder)!r}: expected a folder for encoded images")
         self.max_bytes = max_bytes
         self._writer = threading.Lock()
         self._walked = False

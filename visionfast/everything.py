@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,11 @@ __all__ = ["MOST_CROP_LAYERS", "Encode", "Progress", "everything"]
 
 MOST_CROP_LAYERS = 4
 """1 + 4 + 16 + 64 + 256 encodings: each layer has four times those of the one before."""
+
+_MOST_POINTS_PER_SIDE = 1024  # a million prompts: hours
+_MOST_PIXELS = 1 << 40
+_MOST_OVERLAP = 0.999  # of crops that are to be smaller than the image
+_LARGEST_OFFSET = 1e6  # of logits, which are some tens
 
 Encode: TypeAlias = Callable[[npt.NDArray[np.uint8], dict[str, int]], Features]
 """(H, W, 3) uint8 RGB, contiguous, and the nanoseconds of each stage, which it fills in → features."""
@@ -101,17 +106,21 @@ def everything(
         stability=spec.prompts.stability_threshold if stability_threshold is None else stability_threshold,
         offset=stability_offset,
     )
-    _check_shares(
-        score_threshold=keep.score,
-        stability_threshold=keep.stability,
-        nms_threshold=nms_threshold,
-        crop_nms_threshold=crop_nms_threshold,
+    _check_numbers(
+        score_threshold=(keep.score, 0, 1),
+        stability_threshold=(keep.stability, 0, 1),
+        stability_offset=(stability_offset, 0, _LARGEST_OFFSET),
+        nms_threshold=(nms_threshold, 0, 1),
+        crop_nms_threshold=(crop_nms_threshold, 0, 1),
+        crop_overlap=(crop_overlap, 0, _MOST_OVERLAP),
     )
-    _check_grid(points_per_side, crop_layers, crop_overlap, crop_points_scale)
-    if not 0 <= stability_offset < np.inf:
-        raise OptionError(f"stability_offset: expected a finite number of at least 0, got {stability_offset}")
-    if min_area < 0:
-        raise OptionError(f"min_area: expected at least 0 pixels, got {min_area}")
+    _check_counts(
+        points_per_side=(points_per_side, 1, _MOST_POINTS_PER_SIDE),
+        crop_points_scale=(crop_points_scale, 1, _MOST_POINTS_PER_SIDE),
+        crop_layers=(crop_layers, 0, MOST_CROP_LAYERS),
+        min_area=(min_area, 0, _MOST_PIXELS),
+    )
+    _check_grid(points_per_side, crop_layers, crop_points_scale)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not pixels.size:
         raise ShapeError(f"pixels: expected (H, W, 3) uint8 with H, W >= 1, got {pixels.shape} {pixels.dtype.name}")
 
@@ -275,22 +284,23 @@ def _repaired(masks: Masks, min_area: int, threshold: float) -> Masks:
 # ---- options --------------------------------------------------------------------------------------------------
 
 
-def _check_shares(**options: float) -> None:
-    """Raises `OptionError` for the first that is not from 0 to 1."""
-    for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise OptionError(f"{name}: expected a number from 0 to 1, got {value}")
+def _check_numbers(**options: tuple[Any, float, float]) -> None:
+    """Raises `OptionError` for the first that is no number from its least to its most."""
+    for name, (value, least, most) in options.items():
+        if not isinstance(value, (int, float, np.number)) or not least <= value <= most:
+            raise OptionError(f"{name}: expected a number from {least:g} to {most:g}, got {value!r}")
 
 
-def _check_grid(points_per_side: int, crop_layers: int, crop_overlap: float, crop_points_scale: int) -> None:
-    """Raises `OptionError` for the first that is out of its range, or if a layer of crops had no points."""
-    for name, value in (("points_per_side", points_per_side), ("crop_points_scale", crop_points_scale)):
-        if value < 1:
-            raise OptionError(f"{name}: expected at least 1, got {value}")
-    if not 0 <= crop_layers <= MOST_CROP_LAYERS:
-        raise OptionError(f"crop_layers: expected 0 to {MOST_CROP_LAYERS}, got {crop_layers}")
-    if not 0 <= crop_overlap < 1:
-        raise OptionError(f"crop_overlap: expected a number from 0 to below 1, got {crop_overlap}")
+def _check_counts(**options: tuple[Any, int, int]) -> None:
+    """Raises `OptionError` for the first that is no whole number from its least to its most."""
+    for name, (value, least, most) in options.items():
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or not least <= value <= most:
+            raise OptionError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+
+
+def _check_grid(points_per_side: int, crop_layers: int, crop_points_scale: int) -> None:
+    """Raises `OptionError` if a layer of crops had no points."""
     if points_per_side < (least := crop_points_scale**crop_layers):
         raise OptionError(
             f"points_per_side: expected at least {least}, or the last of {crop_layers} crop layers would have no "

@@ -10,10 +10,13 @@ from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ManifestError, OptionError
 from visionfast.types import EngineManifest, ModelSpec, Runner, Task
 
-__all__ = ["PROMPT_INPUTS", "check_outputs", "load_graphs", "runs_here"]
+__all__ = ["CANDIDATES", "PROMPT_INPUTS", "check_outputs", "load_graphs", "runs_here"]
 
 PROMPT_INPUTS = ("points", "labels", "mask_input", "has_mask")
 """What a prompt decoder takes, behind the encoder's outputs."""
+
+CANDIDATES = 4
+"""Masks that a prompt decoder gives for a prompt."""
 
 _OUTPUTS: dict[Task, tuple[str, ...]] = {
     "detect": ("predictions",),
@@ -52,16 +55,43 @@ def check_outputs(folder: Path, manifest: EngineManifest) -> None:
 
 
 def _check_decoder(where: Path, spec: ModelSpec) -> None:
-    """The decoder takes what the encoder gives, and prompts behind it."""
+    """The encoder takes what the preprocessing makes; the decoder what the encoder gives, and prompts behind it."""
     encoder, decoder = spec.graphs
+    h, w = spec.preprocess.size_hw
+    if [t.shape for t in encoder.inputs] != [(1, 3, h, w)] or encoder.inputs[0].dtype not in ("float32", "float16"):
+        raise ManifestError(
+            f"{where}: encoder: expected one input (1, 3, {h}, {w}) float32 or float16, got "
+            f"{', '.join(f'{t.shown} {t.dtype}' for t in encoder.inputs)}; build the engine again"
+        )
     features = [(tensor.name, tensor.shape, tensor.dtype) for tensor in encoder.outputs]
     taken = [(tensor.name, tensor.shape, tensor.dtype) for tensor in decoder.inputs[: len(features)]]
-    prompts = tuple(tensor.name for tensor in decoder.inputs[len(features) :])
-    if taken != features or prompts != PROMPT_INPUTS:
+    prompts = decoder.inputs[len(features) :]
+    if taken != features or tuple(tensor.name for tensor in prompts) != PROMPT_INPUTS:
         raise ManifestError(
             f"{where}: decoder: expected the encoder's outputs and then {', '.join(PROMPT_INPUTS)} as its inputs, got "
             f"{', '.join(tensor.name for tensor in decoder.inputs)}; build the engine again"
         )
+    p, n = prompts[1].shape if len(prompts[1].shape) == 2 else (0, 0)
+    mask = (h // 4, w // 4)
+    expected = ((p, n, 2), (p, n), (p, 1, *mask), (p,))
+    axes = (("prompts", "points", ""), ("prompts", "points"), ("prompts", "", "", ""), ("prompts",))
+    for tensor, shape, named in zip(prompts, expected, axes, strict=True):
+        if tensor.shape != shape or tensor.axes != named or tensor.dtype != "float32":
+            raise ManifestError(
+                f"{where}: {tensor.name}: expected {shape} float32 with the axes {named}, got {tensor.shape} "
+                f"{tensor.dtype} with {tensor.axes}; build the engine again"
+            )
+    masks, scores = (tensor.shape for tensor in decoder.outputs)
+    if masks != (p, CANDIDATES, *mask) or scores != (p, CANDIDATES):
+        raise ManifestError(
+            f"{where}: decoder: expected masks {(p, CANDIDATES, *mask)} and scores {(p, CANDIDATES)}, got {masks} and "
+            f"{scores}; build the engine again"
+        )
+    for axis, most in (("prompts", p), ("points", n)):
+        if not 1 <= decoder.usual.get(axis, 0) <= most:
+            raise ManifestError(
+                f"{where}: decoder: usual: expected 1 to {most} {axis}, got {decoder.usual.get(axis)}; build it again"
+            )
 
 
 def load_graphs(

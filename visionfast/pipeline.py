@@ -220,7 +220,7 @@ def open_engine(
     if manifest.spec.task == "prompt-segment":
         from visionfast.prompt_segmenter import PromptSegmenter
 
-        return PromptSegmenter.from_folder(folder, manifest, threads=threads, device=device, **options)
+        return PromptSegmenter.open(folder, threads=threads, device=device, **options)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
 

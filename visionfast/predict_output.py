@@ -97,19 +97,28 @@ def report(
 def _record(path: Path, answer: Answer | ImageError) -> dict[str, Any]:
     """One image's JSON: `file`, then `image_hw`, what was found and `ms` by stage, or `error`."""
     if isinstance(answer, ImageError):
-        return {"file": str(path), "error": {"kind": answer.kind, "message": answer.reason}}
+        return {"file": _shown(path), "error": {"kind": answer.kind, "message": _printable(answer.reason)}}
     ms = {stage: round(ns / 1e6, 3) for stage, ns in answer.stage_ns.items()}
-    return {"file": str(path), "image_hw": list(answer.image_hw), **answer.record(), "ms": ms}
+    return {"file": _shown(path), "image_hw": list(answer.image_hw), **answer.record(), "ms": ms}
 
 
 def _sentence(path: Path, answer: Answer) -> str:
     h, w = answer.image_hw
-    return f"{path}: {w}×{h}: {answer.words()} ({sum(answer.stage_ns.values()) / 1e6:.1f} ms)"
+    return f"{_shown(path)}: {w}×{h}: {answer.words()} ({sum(answer.stage_ns.values()) / 1e6:.1f} ms)"
 
 
 def _one_line(text: str) -> str:
-    """A file's name may have line breaks in it."""
-    return " ".join(text.splitlines())
+    """A file's name may have line breaks in it, and bytes that are no text."""
+    return " ".join(_printable(text).splitlines())
+
+
+def _shown(path: Path) -> str:
+    return _printable(str(path))
+
+
+def _printable(text: str) -> str:
+    """Bytes of a name that are no UTF-8 as `\\xff`: JSON and terminals have nothing else for them."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _picture_names(paths: Sequence[Path]) -> dict[Path, str]:
@@ -141,13 +150,21 @@ def _save(path: Path, answer: Answer, target: Path) -> None:
 
 @contextlib.contextmanager
 def _json_lines(target: str | None) -> Iterator[TextIO | None]:
-    """stdout, or a file that takes its name only when everything was written."""
+    """stdout, a pipe or a device as it is, or a file that takes its name only when everything was written."""
     if target is None:
         yield None
     elif target == "-":
         yield sys.stdout
+    elif not target or Path(target).is_dir():
+        raise OptionError(f"--json {target!r}: expected a file to write, or - for stdout")
+    elif (path := Path(target)).exists() and not path.is_file():
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                yield file
+        except OSError as error:
+            raise ArtifactError(f"{target}: cannot be written ({error.strerror})") from error
     else:
-        path = Path(target)
+        path = path.resolve()  # a link stays one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -166,7 +183,7 @@ def _json_lines(target: str | None) -> Iterator[TextIO | None]:
 
 def _write_line(lines: TextIO, content: dict[str, Any], target: str) -> None:
     try:
-        lines.write(json.dumps(content, ensure_ascii=False) + "\n")
+        lines.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
         if target == "-":
             lines.flush()
     except BrokenPipeError:

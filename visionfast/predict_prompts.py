@@ -216,5 +216,7 @@ def _points_bar(images: int) -> Iterator[Callable[[int, int], None] | None]:
 
 def _rounded(values: npt.NDArray[np.float32], digits: int) -> list[Any]:
     # Through float64: a rounded float32 would be written with all its digits.
-    rounded: list[Any] = np.round(values.astype(np.float64), digits).tolist()
-    return rounded
+    rounded = np.round(values.astype(np.float64), digits).astype(object)
+    rounded[~np.isfinite(values)] = None  # JSON has no word for what an engine that is not right may give
+    listed: list[Any] = rounded.tolist()
+    return listed

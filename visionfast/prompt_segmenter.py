@@ -66,7 +66,7 @@ class PromptSegmenter:
         spec: of the model.
         encoder, decoder: its two graphs, both on the host or both on one GPU's stream; closed with the segmenter.
         cache: of encoded images, which may be shared with other segmenters; default: one of its own.
-        cache_bytes: of the cache of its own, at most; 0 keeps nothing.
+        cache_bytes: of the cache of its own, at most; 0 keeps nothing. Default: 1 GiB.
         cache_folder: where its own cache also keeps encoded images on disk; `None`: nowhere.
         limits: what an image may claim.
         manifest: of the engine, which tells its encoded images from those of other engines in a shared cache.
@@ -85,7 +85,7 @@ class PromptSegmenter:
         decoder: Runner | DeviceEngine,
         *,
         cache: EmbeddingCache | None = None,
-        cache_bytes: int = _CACHE_BYTES,
+        cache_bytes: int | None = None,
         cache_folder: str | os.PathLike[str] | None = None,
         limits: DecodeLimits | None = None,
         manifest: EngineManifest | None = None,
@@ -97,8 +97,9 @@ class PromptSegmenter:
         self._prompts: PromptSpec = spec.prompts
         self._limits = limits or DecodeLimits()
         if cache is None:
-            folder = None if cache_folder is None else Path(cache_folder)
-            cache = EmbeddingCache(cache_bytes, folder=folder)
+            cache = EmbeddingCache(_CACHE_BYTES if cache_bytes is None else cache_bytes, folder=cache_folder)
+        elif cache_bytes is not None or cache_folder is not None:
+            raise OptionError("cache: expected it, or cache_bytes and cache_folder for one of its own; got both")
         self._cache = cache
         self._model = model_key(manifest, spec, limits=self._limits, where=_where(encoder))
         self._transfer = _transfer(encoder)
@@ -122,12 +123,14 @@ class PromptSegmenter:
             options: `cache`, `cache_bytes`, `cache_folder` and `limits`, as for the class.
 
         Raises:
-            ArtifactError, ManifestError: there is no such engine, or it is damaged.
+            ArtifactError, ManifestError: there is no such engine, or its files are not those it was built with.
             BackendError: this machine cannot run it.
             OptionError: an option does not exist or is out of its range.
         """
         folder = artifacts.find_engine(engine, usable=runs_here)
-        return cls.from_folder(folder, artifacts.read_manifest(folder), threads=threads, device=device, **options)
+        # Verified: what is cached, here and by OpenVINO, is told apart by the hashes in engine.json.
+        manifest = artifacts.read_manifest(folder, verify=True)
+        return cls.from_folder(folder, manifest, threads=threads, device=device, **options)
 
     @classmethod
     def from_folder(

@@ -8,7 +8,7 @@ import functools
 import importlib.metadata
 import os
 import shutil
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,6 +32,7 @@ __all__ = ["OpenVinoBackend", "OpenVinoRunner"]
 _HINTS: dict[Precision, str] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _CACHE = "cache"
 _MOST_SHAPES = 8  # of one graph with axes, compiled; 70 MB each for SAM's decoder
+_WORTH_IT = 3  # times that a shape is asked for before one is compiled for it
 _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
@@ -166,9 +167,10 @@ def _embed_normalisation(ov: Any, model: Any, graph: GraphSpec, preprocess: Prep
 class OpenVinoRunner(GraphRunner):
     """One graph with one infer request, on `threads` processors (default: all that may be used).
 
-    A graph with axes has a request for each of the shapes that were asked for last: a model of a fixed shape answers
-    in two thirds of the time that one of dynamic shape takes, and is compiled once in a third of a second (SAM's
-    decoder, 34 to 50 ms on 2 cores). The usual shape's is there from the beginning.
+    A graph with axes has requests for single shapes, and one for every shape. A model of a fixed shape answers in two
+    thirds of the time that one of dynamic shape takes, and is compiled in a third of a second (SAM's decoder, 34 to 50
+    ms on 2 cores). So the usual shape has one from the beginning, another has one once it was asked for a few times,
+    and what is new is answered by the model of dynamic shape. Of those, the eight that are asked for most are kept.
     """
 
     def __init__(self, path: Path, graph: GraphSpec, precision: Precision, *, threads: int | None = None) -> None:
@@ -183,10 +185,13 @@ class OpenVinoRunner(GraphRunner):
             "NUM_STREAMS": 1,
         }
         self._cache = _cache_folder(path.parent, precision, threads, ov.__version__)
-        self._requests: OrderedDict[_Sizes, Any] = OrderedDict()  # the one that was used last comes last
+        self._requests: dict[_Sizes, Any] = {}
+        self._asked: Counter[_Sizes] = Counter()
+        self._any_shape: Any = None
         self._lent: Mapping[str, npt.NDArray[Any]] = {}
         self._model: Any = None  # with axes: read once, and given one fixed shape after the other
-        self._request_of(graph.usual)
+        self._usual = _key(graph.usual)
+        self._requests[self._usual] = self._new_request(graph.usual)
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
         request = self._request_of(check_feeds(self.inputs, feeds))
@@ -196,6 +201,9 @@ class OpenVinoRunner(GraphRunner):
             results = request.infer(shared, share_inputs=True, share_outputs=True)
         except RuntimeError as error:
             raise BackendError(f"openvino: {_first_line(error)}") from error
+        # The memory of another shape's outputs is another: a view would not outlive the next call, not even to be
+        # overwritten.
+        copy = copy or request is self._any_shape
         return {
             spec.name: np.array(array) if copy else array
             for spec, array in zip(self.outputs, results.values(), strict=True)
@@ -204,23 +212,42 @@ class OpenVinoRunner(GraphRunner):
     def close(self) -> None:
         self._requests.clear()
         self._lent = {}
-        self._model = None
+        self._any_shape = self._model = None
 
     def _request_of(self, sizes: Mapping[str, int]) -> Any:
-        """The request whose axes have these sizes; made, where there is none yet, instead of the one unused longest."""
-        key = tuple(sorted(sizes.items()))
-        if (request := self._requests.get(key)) is None:
-            try:
-                request = self._requests[key] = self._compiled(sizes).create_infer_request()
-            except RuntimeError as error:
-                reason = _first_line(error)
-                raise BackendError(f"{self._path}: openvino cannot load it ({reason}); build it again") from error
-            if len(self._requests) > _MOST_SHAPES:
-                self._requests.popitem(last=False)
-        self._requests.move_to_end(key)
-        return request
+        """A request that takes these sizes of the axes."""
+        key = _key(sizes)
+        self._asked[key] += 1
+        if key not in self._requests and self._has_room_for(key):
+            self._requests[key] = self._new_request(sizes)
+        if (request := self._requests.get(key)) is not None:
+            return request
+        if self._any_shape is None:
+            self._any_shape = self._new_request(None)
+        return self._any_shape
 
-    def _compiled(self, sizes: Mapping[str, int]) -> Any:
+    def _has_room_for(self, key: _Sizes) -> bool:
+        """Whether a shape is worth a request of its own; makes room for it where there is none."""
+        if self._asked[key] < _WORTH_IT:
+            return False
+        if len(self._requests) >= _MOST_SHAPES:
+            least = min((kept for kept in self._requests if kept != self._usual), key=self._asked.__getitem__)
+            # More often, not as often: many shapes in turns would otherwise put each other out at every call.
+            if self._asked[key] <= 2 * self._asked[least]:
+                return False
+            del self._requests[least]
+        return True
+
+    def _new_request(self, sizes: Mapping[str, int] | None) -> Any:
+        try:
+            return self._compiled(sizes).create_infer_request()
+        except RuntimeError as error:
+            raise BackendError(
+                f"{self._path}: openvino cannot load it ({_first_line(error)}); build it again"
+            ) from error
+
+    def _compiled(self, sizes: Mapping[str, int] | None) -> Any:
+        """The model for these sizes; `None`: for all."""
         core = _core()
         model: Any = self._path  # OpenVINO looks into the cache before it reads the file
         if sizes:
@@ -228,8 +255,9 @@ class OpenVinoRunner(GraphRunner):
                 self._model = core.read_model(self._path)
             model = self._model
             model.reshape({spec.name: list(spec.sized(sizes)) for spec in self.inputs})
-        # A blob is as large as the weights: only the shape that every start needs has one.
-        cached = {"CACHE_DIR": str(self._cache)} if self._cache and sizes == self._graph.usual else {}
+        # A blob is as large as the weights: only those that every start may need have one.
+        kept = not sizes or sizes == self._graph.usual
+        cached = {"CACHE_DIR": str(self._cache)} if self._cache and kept else {}
         try:
             return core.compile_model(model, "CPU", self._config | cached)
         except RuntimeError:
@@ -238,6 +266,20 @@ class OpenVinoRunner(GraphRunner):
             # A blob cut short by a full disk or a killed process must not make the engine unusable.
             shutil.rmtree(cached["CACHE_DIR"], ignore_errors=True)
             return core.compile_model(model, "CPU", self._config)
+
+
+def _key(sizes: Mapping[str, int]) -> _Sizes:
+    return tuple(sorted(sizes.items()))
+
+
+def _cache_folder(engine: Path, precision: Precision, threads: int, version: str) -> Path | None:
+    """Where compiled blobs are kept. OpenVINO's own key ignores precision, hint and threads, so the path has them."""
+    folder = engine / _CACHE / f"{version.split('-')[0]}-{precision}-latency-{threads}t"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -249,13 +291,3 @@ def _writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
     memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     return np.frombuffer(memoryview(memory), array.dtype).reshape(array.shape)
-
-
-def _cache_folder(engine: Path, precision: Precision, threads: int, version: str) -> Path | None:
-    """Where compiled blobs are kept. OpenVINO's own key ignores precision, hint and threads, so the path has them."""
-    folder = engine / _CACHE / f"{version.split('-')[0]}-{precision}-latency-{threads}t"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return folder if os.access(folder, os.W_OK) else None

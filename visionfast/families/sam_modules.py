@@ -206,7 +206,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source
     Raises:
         CheckpointError: a key is missing, or is one too many, or a tensor's shape is another.
     """
-    expected = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
+    expected = network.state_dict()
     missing = [key for key in expected if key not in weights]
     unexpected = [key for key in weights if key not in expected]
     if missing or unexpected:
@@ -215,10 +215,12 @@ def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source
             f"{source}: expected exactly the published keys, got {' and '.join(parts)}; a fine-tune that adds or drops "
             "layers is not handled"
         )
-    for key, shape in expected.items():
-        got = tuple(weights[key].shape)
+    for key, tensor in expected.items():
+        shape, got = tuple(tensor.shape), tuple(weights[key].shape)
         if got != shape:
             raise CheckpointError(f"{source}: {key}: expected the published shape {shape}, got {got}")
+        if weights[key].is_floating_point() != tensor.is_floating_point():
+            raise CheckpointError(f"{source}: {key}: expected {tensor.dtype} or the like, got {weights[key].dtype}")
     network.load_state_dict({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, assign=True)
     network.requires_grad_(False).eval()
 

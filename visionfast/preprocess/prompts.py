@@ -195,6 +195,8 @@ def _check_pixels(what: str, text: str, numbers: list[float]) -> None:
 
 def _typed_numbers(text: str) -> list[float]:
     """Numbers with commas between them; none where one of them is no finite number."""
+    if not text.isascii() or "_" in text:  # which Python's float would take
+        return []
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

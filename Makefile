@@ -1,5 +1,6 @@
 # make demo    install, fetch a real YOLOv8s, build, certify, predict, time it; leaves demo/
 # make test    the checks and the test suite
+# make test-all  also what takes minutes: SAM's ViT-B against its publisher's predictor
 # make check   ruff and mypy only
 # make cubins  every GPU kernel compiled for six architectures, no GPU needed; registers, spills, shared memory
 # make gpu-check  on a machine with an NVIDIA GPU: right answers, then their cost; 5 minutes, needs no network
@@ -8,7 +9,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test check format cubins gpu-check bench clean
+.PHONY: demo test test-all check format cubins gpu-check bench clean
 .DELETE_ON_ERROR:
 
 # pip writes its progress here; the stamp is made anew when what is to be installed changes.
@@ -32,6 +33,9 @@ check: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: check
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow'
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 pytest.importorskip("torch", reason="engines are built from PyTorch: pip install 'visionfast[build]'")
 
-KINDS = ("mobile_sam", "sam2.1_hiera_tiny", "sam_vit_b")
+KINDS = ("mobile_sam", "sam2.1_hiera_tiny", pytest.param("sam_vit_b", marks=pytest.mark.slow))
 # zidane.jpg is 1280×720.
 PROMPTS: dict[str, dict[str, Any]] = {
     "a point": {"points": [(640, 360, 1)]},

@@ -185,9 +185,13 @@ def test_real_resize_is_torchvisions(hw, size_hw, seed):
     functional = pytest.importorskip("torchvision.transforms.functional")
     image = noise(hw, seed)
     planes = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
-    theirs = functional.resize(planes.float() / 255, list(size_hw), antialias=True)
+    theirs = functional.resize(planes.double() / 255, list(size_hw), antialias=True)
     ours = resize_antialias_float(image, size_hw).transpose(2, 0, 1) / 255
-    assert np.abs(ours - theirs.numpy()).max() < 5e-7
+    assert np.abs(ours - theirs.numpy()).max() < 1e-12
+    # As its predictor has it, in float32, which rounds at every pixel that it adds up.
+    theirs = functional.resize(planes.float() / 255, list(size_hw), antialias=True)
+    reduction = max(1, hw[0] / size_hw[0], hw[1] / size_hw[1])
+    assert np.abs(ours - theirs.numpy()).max() < 5e-7 * max(1, (reduction / 32) ** 0.5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,6 +33,7 @@ from interleaved import (  # before torch
     environment,
     interleave,
     report,
+    result,
     write_results,
 )
 
@@ -223,16 +224,7 @@ def main() -> int:
                     others = load.share()
                     title = f"{architecture}, {picture.name}"
                     every &= report(title, contestants, _goals(architecture), samples, others=others)
-                    results.append(
-                        {
-                            "model": architecture,
-                            "image": picture.name,
-                            "contestants": {c.key: c.name for c in contestants},
-                            "latency_ns": samples.latency_ns,
-                            "stage_ns": samples.stage_ns,
-                            "others_cpu_share": round(others, 4),
-                        }
-                    )
+                    results.append(result(architecture, picture.name, contestants, samples, others=others))
     if arguments.json:
         write_results(arguments.json, "clicks", arguments, before, results)
     return 1 if arguments.strict and not every else 0

@@ -41,6 +41,7 @@ __all__ = [
     "environment",
     "interleave",
     "report",
+    "result",
     "write_results",
 ]
 
@@ -211,6 +212,20 @@ def environment() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         facts["git"] = "not a checkout"
     return facts
+
+
+def result(
+    model: str, image: str, contestants: Sequence[Contestant], samples: Samples, *, others: float
+) -> dict[str, Any]:
+    """One picture's raw samples, for `write_results`."""
+    return {
+        "model": model,
+        "image": image,
+        "contestants": {c.key: c.name for c in contestants},
+        "latency_ns": samples.latency_ns,
+        "stage_ns": samples.stage_ns,
+        "others_cpu_share": round(others, 4),
+    }
 
 
 def write_results(

@@ -31,6 +31,7 @@ from interleaved import (  # before torch
     environment,
     interleave,
     report,
+    result,
     write_results,
 )
 
@@ -212,16 +213,7 @@ def main() -> int:
                     title = f"YOLOv8{size}, {path.name} {width}×{height}"
                     others = load.share()
                     every &= report(title, fit, _goals(size, precisions), samples, others=others)
-                    results.append(
-                        {
-                            "model": f"yolov8{size}",
-                            "image": path.name,
-                            "contestants": {c.key: c.name for c in fit},
-                            "latency_ns": samples.latency_ns,
-                            "stage_ns": samples.stage_ns,
-                            "others_cpu_share": round(others, 4),
-                        }
-                    )
+                    results.append(result(f"yolov8{size}", path.name, fit, samples, others=others))
     after = environment()
     console.print(f"{before['cpu']}, {before['cpus']} processors; load before {before['load_average']}, ", end="")
     console.print(f"after {after['load_average']}. Below 100 samples, P99 is all but the slowest one.")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from visionfast._version import __version__
 
 if TYPE_CHECKING:
+    from visionfast.embedder import Embedder
     from visionfast.embedding_cache import EmbeddingCache
     from visionfast.errors import ImageError, SessionBusyError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from visionfast.preprocess.decode import DecodeLimits
     from visionfast.preprocess.nv12 import Nv12Frame
     from visionfast.prompt_segmenter import PromptSegmenter
-    from visionfast.results import Detections, Masks
+    from visionfast.results import Detections, Embeddings, Masks
     from visionfast.types import Certificate, EngineManifest, ModelSpec
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "DecodeLimits",
     "Detections",
     "Detector",
+    "Embedder",
     "EmbeddingCache",
+    "Embeddings",
     "EngineManifest",
     "ImageError",
     "Masks",
@@ -50,7 +53,9 @@ _HOMES = {
     "DecodeLimits": "preprocess.decode",
     "Detections": "results",
     "Detector": "pipeline",
+    "Embedder": "embedder",
     "EmbeddingCache": "embedding_cache",
+    "Embeddings": "results",
     "EngineManifest": "types",
     "ImageError": "errors",
     "Masks": "results",

@@ -10,7 +10,7 @@ from typing import Any
 
 from visionfast.build_plan import MAX_BUILDS, Plan, best_backend
 from visionfast.errors import VisionfastError
-from visionfast.types import EngineManifest, Precision
+from visionfast.types import EngineManifest, Precision, Resize
 
 __all__ = ["MAX_BUILDS", "Built", "best_backend", "build", "build_all"]
 
@@ -21,6 +21,7 @@ def build(
     backend: str | None = None,
     size_hw: tuple[int, int] | None = None,
     batch: int = 1,
+    resize: Resize | None = None,
     precision: Precision | None = None,
     gpu: str | None = None,
     images: Sequence[Path] | None = None,
@@ -38,6 +39,7 @@ def build(
         backend: key in `BACKENDS`; default: the best of this machine, or TensorRT-RTX when a `gpu` is named.
         size_hw: of the input, pixels; default: what the checkpoint was trained with.
         batch: images a call.
+        resize: of a DINO model: `centre-crop`, or `stretch` to squash whole images; default: `centre-crop`.
         precision: default: the backend's own (FP16 on GPUs, FP32 on CPUs).
         gpu: the GPU generation to compile for, e.g. `sm89`.
         images: real ones to certify on; default: two photographs.
@@ -61,6 +63,7 @@ def build(
         backend=backend,
         size_hw=size_hw,
         batch=batch,
+        resize=resize,
         precision=precision,
         images=images,
         keep_fp32=keep_fp32,

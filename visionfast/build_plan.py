@@ -19,7 +19,7 @@ from visionfast.errors import BackendError, BackendUnavailableError, OptionError
 from visionfast.export import check_paths, export_onnx
 from visionfast.families import LoadedModel, identify
 from visionfast.islands import with_islands
-from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision
+from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision, Resize
 
 __all__ = ["MAX_BUILDS", "Exported", "Plan", "best_backend"]
 
@@ -99,6 +99,7 @@ class Plan:
         backend: str | None = None,
         size_hw: tuple[int, int] | None = None,
         batch: int = 1,
+        resize: Resize | None = None,
         precision: Precision | None = None,
         images: Sequence[Path] | None = None,
         keep_fp32: Sequence[str] = (),
@@ -137,7 +138,9 @@ class Plan:
             )
         progress("reading the checkpoint")
         checkpoint = open_checkpoint(model, trust=trust_checkpoint)
-        loaded = identify(checkpoint).load(checkpoint, name=name or _plain_name(model), size_hw=size_hw, batch=batch)
+        loaded = identify(checkpoint).load(
+            checkpoint, name=name or _plain_name(model), size_hw=size_hw, batch=batch, resize=resize
+        )
         _check_keep_fp32(loaded, keep_fp32)
         return cls(
             backend=chosen,

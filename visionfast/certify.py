@@ -167,7 +167,11 @@ def certify_engine(
     progress("reading the checkpoint")
     checkpoint = open_checkpoint(_weights(manifest, model), trust=trust_checkpoint)
     loaded = identify(checkpoint).load(
-        checkpoint, name=manifest.spec.name, size_hw=manifest.spec.preprocess.size_hw, batch=manifest.spec.batch
+        checkpoint,
+        name=manifest.spec.name,
+        size_hw=manifest.spec.preprocess.size_hw,
+        batch=manifest.spec.batch,
+        resize=manifest.spec.preprocess.resize if manifest.spec.task == "embed" else None,
     )
     check_outputs(folder, manifest)
     _check_spec(folder, manifest, loaded)

@@ -10,7 +10,7 @@ from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ManifestError, OptionError
 from visionfast.types import EngineManifest, ModelSpec, Runner, Task
 
-__all__ = ["CANDIDATES", "PROMPT_INPUTS", "check_outputs", "load_graphs", "runs_here"]
+__all__ = ["CANDIDATES", "PROMPT_INPUTS", "check_outputs", "load_graphs", "load_streams", "runs_here"]
 
 PROMPT_INPUTS = ("points", "labels", "mask_input", "has_mask")
 """What a prompt decoder takes, behind the encoder's outputs."""
@@ -22,6 +22,7 @@ _OUTPUTS: dict[Task, tuple[str, ...]] = {
     "detect": ("predictions",),
     "segment": ("predictions", "prototypes"),
     "prompt-segment": ("masks", "scores"),
+    "embed": ("cls", "patches"),
 }
 """Of the last graph: what the task's post-processing takes."""
 
@@ -131,3 +132,21 @@ def load_graphs(
                 opened.callback(loaded[-1].close)
         opened.pop_all()  # all went well: they stay open
     return loaded
+
+
+def load_streams(
+    folder: Path,
+    manifest: EngineManifest,
+    *,
+    threads: int | None = None,
+    streams: int = 1,
+    device: str | None = None,
+) -> list[Runner | DeviceEngine]:
+    """A model's one graph, `streams` times: runners on the host that compute at the same time, each with its share of
+    the threads. An engine on a GPU comes once, whatever `streams` is.
+
+    Arguments and errors as for `load_graphs`.
+    """
+    if streams < 1:
+        raise OptionError(f"streams: expected at least 1, got {streams}")
+    return load_graphs(folder, manifest, threads=threads, device=device)

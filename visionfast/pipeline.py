@@ -24,6 +24,7 @@ from visionfast.sessions.opening import open_session
 from visionfast.types import EngineManifest, ModelSpec, Runner, Task
 
 if TYPE_CHECKING:
+    from visionfast.embedder import Embedder
     from visionfast.prompt_segmenter import PromptSegmenter
 
 __all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "open_engine", "runs_here"]
@@ -210,8 +211,8 @@ class Segmenter(Detector):
 
 def open_engine(
     engine: str | os.PathLike[str], *, threads: int | None = None, device: str | None = None, **options: Any
-) -> Detector | PromptSegmenter:
-    """Opens an engine as what its task needs: `Detector`, `Segmenter` or `PromptSegmenter`.
+) -> Detector | PromptSegmenter | Embedder:
+    """Opens an engine as what its task needs: `Detector`, `Segmenter`, `PromptSegmenter` or `Embedder`.
 
     Arguments and errors as for the `open` of each.
     """
@@ -221,6 +222,10 @@ def open_engine(
         from visionfast.prompt_segmenter import PromptSegmenter
 
         return PromptSegmenter.open(folder, threads=threads, device=device, **options)
+    if manifest.spec.task == "embed":
+        from visionfast.embedder import Embedder
+
+        return Embedder.open(folder, threads=threads, device=device, **options)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
 
@@ -230,7 +235,12 @@ def _check_task(spec: ModelSpec, task: str) -> None:
         raise OptionError(f"{spec.name}: a model for {spec.task}; open it with {_OPENED_BY[spec.task]}")
 
 
-_OPENED_BY: dict[Task, str] = {"detect": "Detector", "segment": "Segmenter", "prompt-segment": "PromptSegmenter"}
+_OPENED_BY: dict[Task, str] = {
+    "detect": "Detector",
+    "segment": "Segmenter",
+    "prompt-segment": "PromptSegmenter",
+    "embed": "Embedder",
+}
 
 
 def _option_names(opened: type[Detector]) -> list[str]:

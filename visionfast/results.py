@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ShapeError
+from visionfast.errors import ImageError, ShapeError
+from visionfast.types import Letterbox
 
 if TYPE_CHECKING:
     from visionfast.postprocess.masks import InstanceMasks
 
-__all__ = ["Detections", "Masks"]
+__all__ = ["Detections", "Embeddings", "Masks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,3 +189,51 @@ class Masks:
             mask=self.mask.dense(),
             data={"prompt": self.prompt.copy()},
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """The vectors of N images. An image that could not be read has NaN in its rows, and its error in `errors`.
+
+    Attributes:
+        cls: (N, D) float32, one vector an image: DINO's class token behind the last norm.
+        patches: (N, h, w, D) float32, one vector a patch of the network's input; `None` where they were not asked for.
+        placed: where each image lies in the network's input; `None` for one that could not be read.
+        errors: number of the image → what is wrong with it.
+        stage_ns: for each image the nanoseconds of `decode`, `preprocess` and `engine`.
+    """
+
+    cls: npt.NDArray[np.float32]
+    patches: npt.NDArray[np.float32] | None
+    placed: tuple[Letterbox | None, ...]
+    errors: Mapping[int, ImageError] = field(default_factory=dict)
+    stage_ns: tuple[Mapping[str, int], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cls.ndim != 2:
+            raise ShapeError(f"Embeddings.cls: expected (N, D), got {self.cls.shape}")
+        n, d = self.cls.shape
+        if len(self.placed) != n:
+            raise ShapeError(f"Embeddings.placed: expected {n}, got {len(self.placed)}")
+        if self.patches is not None and (self.patches.ndim != 4 or self.patches.shape[::3] != (n, d)):
+            raise ShapeError(f"Embeddings.patches: expected ({n}, h, w, {d}), got {self.patches.shape}")
+
+    def __len__(self) -> int:
+        return len(self.cls)
+
+    def __repr__(self) -> str:
+        patches = "" if self.patches is None else ", {}×{} patches each".format(*self.patches.shape[1:3])
+        bad = f", {len(self.errors)} could not be read" if self.errors else ""
+        return f"Embeddings({len(self)} images, {self.cls.shape[1]} channels{patches}{bad})"
+
+    def normalised(self) -> Embeddings:
+        """Every vector scaled to a length of 1, so that a product of two is their cosine; a zero one stays zero."""
+        return replace(self, cls=_unit(self.cls), patches=None if self.patches is None else _unit(self.patches))
+
+
+def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """(…, D) to length 1. In float64: float32's squares overflow from 1.8e19."""
+    wide = vectors.astype(np.float64)
+    lengths = np.sqrt(np.einsum("...d,...d->...", wide, wide))[..., None]
+    scaled: npt.NDArray[np.float32] = np.divide(wide, lengths, out=wide, where=lengths > 0).astype(np.float32)
+    return scaled

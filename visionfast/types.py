@@ -26,13 +26,15 @@ __all__ = [
     "PreprocessSpec",
     "PromptSpec",
     "PromptTensors",
+    "Resize",
     "Runner",
     "Task",
     "TensorSpec",
 ]
 
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
-Task: TypeAlias = Literal["detect", "segment", "prompt-segment"]
+Task: TypeAlias = Literal["detect", "segment", "prompt-segment", "embed"]
+Resize: TypeAlias = Literal["letterbox", "longest-side", "stretch", "centre-crop"]
 Precision: TypeAlias = Literal["fp32", "fp16", "bf16"]
 
 
@@ -114,21 +116,27 @@ class PreprocessSpec:
             `letterbox`: keep the aspect ratio, centre, pad (YOLO; `visionfast.preprocess.reference`).
             `longest-side`: keep the aspect ratio, top left, pad below or to the right (SAM;
             `visionfast.preprocess.antialias`); the resized image is rounded to 8 bits.
-            `stretch`: to the whole input, whatever the aspect ratio (SAM 2; the same module); nothing is rounded.
-        interpolation: `bilinear`, without antialias, or `bilinear-antialias`: a triangle filter as wide as the
-            reduction, as Pillow has it.
-        pad_value: grey level 0..255 of the padding, in every channel; `None`: 0 after normalisation.
+            `stretch`: to the whole input, whatever the aspect ratio (SAM 2, DINO on request; the same module); nothing
+            is rounded with `bilinear-antialias`, to 8 bits with `bicubic-antialias`.
+            `centre-crop`: keep the aspect ratio, just cover `cover_hw`, take the middle (DINO; the same module); the
+            resized image is rounded to 8 bits.
+        interpolation: `bilinear`, without antialias; or, as Pillow has them, `bilinear-antialias`, a triangle filter
+            as wide as the reduction, and `bicubic-antialias`, Keys' cubic (a = -0.5) as wide.
+        pad_value: grey level 0..255 of the padding, in every channel; `None`: 0 after normalisation. Of no effect
+            where nothing is padded.
         mean, std: per channel, in units of 1.0 = level 255.
         color: channel order that the network expects.
+        cover_hw: for `centre-crop`, pixels, at least `size_hw`; else `None`.
     """
 
     size_hw: tuple[int, int]
-    resize: Literal["letterbox", "longest-side", "stretch"] = "letterbox"
-    interpolation: Literal["bilinear", "bilinear-antialias"] = "bilinear"
+    resize: Resize = "letterbox"
+    interpolation: Literal["bilinear", "bilinear-antialias", "bicubic-antialias"] = "bilinear"
     pad_value: int | None = 114
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
     color: Literal["rgb"] = "rgb"
+    cover_hw: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +148,8 @@ class Letterbox:
     Attributes:
         image_hw: the original image, pixels.
         size_hw: the network's input, pixels.
-        resized_hw: the image's size inside it, pixels, at least 1 × 1.
-        top, left: the image's corner inside it, pixels.
+        resized_hw: the image's size at the network's scale, pixels, at least 1 × 1.
+        top, left: the image's corner inside it, pixels; negative where the input is a window of the image.
         gain: original pixels × gain = input pixels; for `stretch`, where each side has its own, the smaller one.
     """
 
@@ -212,11 +220,12 @@ class ModelSpec:
         name: the model's name, from the weights' file name.
         family: key in `visionfast.families.FAMILIES`.
         architecture: as its makers call it, e.g. `yolov8s-seg`.
-        task: `detect`, `segment`, or `prompt-segment`: masks for clicks and boxes.
+        task: `detect`, `segment`, `prompt-segment`: masks for clicks and boxes, or `embed`: a vector for each image
+            and for each of its patches.
         graphs: what is compiled; for `prompt-segment` the `encoder` and the `decoder`.
         preprocess: what stands in front of the first graph.
-        class_names: index = class id; none for `prompt-segment`.
-        strides: of the detection levels, pixels; none for `prompt-segment`.
+        class_names: index = class id; none for `prompt-segment` and `embed`.
+        strides: of the detection levels, pixels; none for `prompt-segment` and `embed`.
         license: of the weights, as far as the checkpoint says, else empty.
         prompts: for `prompt-segment`, else `None`.
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from visionfast.checkpoint import Checkpoint
 from visionfast.errors import UnsupportedModelError
-from visionfast.types import ModelSpec
+from visionfast.types import ModelSpec, Resize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +23,7 @@ __all__ = ["FAMILIES", "Family", "LoadedModel", "get_family", "identify"]
 FAMILIES: dict[str, str] = {
     "yolov8": "visionfast.families.yolov8:YoloV8",
     "sam": "visionfast.families.sam:Sam",
+    "dino": "visionfast.families.dino:Dino",
 }
 
 
@@ -60,7 +61,13 @@ class Family(Protocol):
         ...
 
     def load(
-        self, checkpoint: Checkpoint, *, name: str, size_hw: tuple[int, int] | None = None, batch: int = 1
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        size_hw: tuple[int, int] | None = None,
+        batch: int = 1,
+        resize: Resize | None = None,
     ) -> LoadedModel:
         """The model, for one fixed input shape.
 
@@ -69,9 +76,10 @@ class Family(Protocol):
             name: of the model, for its spec.
             size_hw: the network's input in pixels; `None`: what the checkpoint was trained at.
             batch: images in one call.
+            resize: how images are brought to that size; `None`: as the model was published with.
 
         Raises:
-            OptionError: the size or batch is not possible; the message has the nearest that is.
+            OptionError: the size, batch or resize is not possible; the message has the nearest that is.
             CheckpointError: the file's parts contradict each other.
             UnsupportedModelError: a variant of the family that is not handled.
         """

@@ -10,7 +10,7 @@ from visionfast.checkpoint import Checkpoint
 from visionfast.checkpoint.pickled import printable
 from visionfast.errors import OptionError
 from visionfast.families import LoadedModel
-from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, PromptSpec, TensorSpec
+from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, PromptSpec, Resize, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +62,16 @@ class Sam:
         return "" if _architecture(weights) else f"a Segment Anything model with {_image_encoder(weights)}"
 
     def load(
-        self, checkpoint: Checkpoint, *, name: str, size_hw: tuple[int, int] | None = None, batch: int = 1
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        size_hw: tuple[int, int] | None = None,
+        batch: int = 1,
+        resize: Resize | None = None,
     ) -> LoadedModel:
-        from visionfast.families.sam_modules import build_network, graphs_of, layer_norms, load_weights
+        from visionfast.families.sam_modules import build_network, graphs_of, layer_norms
+        from visionfast.families.weights import load_weights
 
         if size_hw not in (None, _SIZE_HW):
             raise OptionError(
@@ -73,6 +80,8 @@ class Sam:
             )
         if batch != 1:
             raise OptionError(f"batch: a Segment Anything encoder takes 1 image a call, got {batch}; leave it out")
+        if resize is not None:
+            raise OptionError(f"resize {resize}: a Segment Anything model has one of its own; leave it out")
         weights = _unwrapped(checkpoint.state_dict)
         architecture = _architecture(weights)
         assert architecture, "load is for what recognises accepts"

@@ -12,15 +12,12 @@ The graphs compute what the official predictors do: Segment Anything (Kirillov e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-from visionfast.checkpoint.pickled import printable
-from visionfast.errors import CheckpointError
 
 __all__ = [
     "PromptDecoder",
@@ -30,7 +27,6 @@ __all__ = [
     "build_network",
     "graphs_of",
     "layer_norms",
-    "load_weights",
 ]
 
 _IMAGE_SIZE = 1024  # pixels, of each side of the network's input
@@ -198,35 +194,6 @@ def build_network(architecture: str) -> nn.Module:
     if size:
         return _sam2(size, second=generation == "sam2.1")
     return _mobile_sam() if architecture == "mobile_sam" else _sam(architecture.removeprefix("sam_"))
-
-
-def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source: str) -> None:
-    """Gives the network its weights, float32, without a copy where they are that already; then to eval mode.
-
-    Raises:
-        CheckpointError: a key is missing, or is one too many, or a tensor's shape is another.
-    """
-    expected = network.state_dict()
-    missing = [key for key in expected if key not in weights]
-    unexpected = [key for key in weights if key not in expected]
-    if missing or unexpected:
-        parts = [f"{_some(keys)} {word}" for keys, word in ((missing, "missing"), (unexpected, "unexpected")) if keys]
-        raise CheckpointError(
-            f"{source}: expected exactly the published keys, got {' and '.join(parts)}; a fine-tune that adds or drops "
-            "layers is not handled"
-        )
-    for key, tensor in expected.items():
-        shape, got = tuple(tensor.shape), tuple(weights[key].shape)
-        if got != shape:
-            raise CheckpointError(f"{source}: {key}: expected the published shape {shape}, got {got}")
-        if weights[key].is_floating_point() != tensor.is_floating_point():
-            raise CheckpointError(f"{source}: {key}: expected {tensor.dtype} or the like, got {weights[key].dtype}")
-    network.load_state_dict({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, assign=True)
-    network.requires_grad_(False).eval()
-
-
-def _some(keys: list[str]) -> str:
-    return f"{printable(keys[0])}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
 
 
 def graphs_of(network: nn.Module) -> tuple[nn.Module, PromptDecoder]:

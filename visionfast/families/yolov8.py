@@ -11,7 +11,7 @@ from visionfast.checkpoint.pickled import printable
 from visionfast.errors import CheckpointError, OptionError, UnsupportedModelError
 from visionfast.families import LoadedModel
 from visionfast.families.yolov8_config import YoloConfig, candidate_configs, read_config
-from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Task, TensorSpec
+from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Resize, Task, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,13 @@ class YoloV8:
         return model_class
 
     def load(
-        self, checkpoint: Checkpoint, *, name: str, size_hw: tuple[int, int] | None = None, batch: int = 1
+        self,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        size_hw: tuple[int, int] | None = None,
+        batch: int = 1,
+        resize: Resize | None = None,
     ) -> LoadedModel:
         from visionfast.families.yolov8_modules import YoloGraph, level_strides, load_weights
 
@@ -68,6 +74,8 @@ class YoloV8:
         size_hw = _checked_size(size_hw or _trained_size(checkpoint, max(strides)), max(strides))
         if not 1 <= batch <= _MAX_BATCH:
             raise OptionError(f"batch: expected 1 to {_MAX_BATCH}, got {batch}")
+        if resize is not None:
+            raise OptionError(f"resize {resize}: a YOLO model's images are letterboxed; leave it out")
         load_weights(blocks, weights, **_batch_norm_eps(checkpoint))
         module = YoloGraph(blocks, size_hw, strides).eval()
         task: Task = "segment" if config.task == "segment" else "detect"

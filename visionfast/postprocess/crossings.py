@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.postprocess.enlarge import Resize, Taps, axis_steps, axis_taps, bounded
-from visionfast.types import Letterbox
+from visionfast.postprocess.enlarge import Taps, axis_steps, axis_taps, bounded
+from visionfast.types import Letterbox, Resize
 
 __all__ = ["enlarged_pixels", "enlarged_runs"]
 

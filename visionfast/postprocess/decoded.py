@@ -7,9 +7,8 @@ import numpy.typing as npt
 
 from visionfast.errors import ShapeError
 from visionfast.postprocess.crossings import enlarged_pixels, enlarged_runs
-from visionfast.postprocess.enlarge import Resize
 from visionfast.postprocess.masks import InstanceMasks, counts_from_runs
-from visionfast.types import Letterbox
+from visionfast.types import Letterbox, Resize
 
 __all__ = ["HostDecoded"]
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ShapeError
-from visionfast.postprocess.enlarge import Resize, Taps, enlarge_taps
+from visionfast.postprocess.enlarge import Taps, enlarge_taps
 from visionfast.postprocess.kernels.enlarge import TAP_ROWS, EnlargeKernels, TapTable, write_taps
 from visionfast.postprocess.masks import InstanceMasks
 from visionfast.postprocess.packed import unpack
 from visionfast.stream import Turns, Upload
-from visionfast.types import Letterbox
+from visionfast.types import Letterbox, Resize
 
 if TYPE_CHECKING:
     import torch

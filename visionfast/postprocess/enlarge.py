@@ -15,19 +15,14 @@ finite, and a pixel never depends on logits that it has no weight of.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ShapeError
-from visionfast.types import Letterbox
+from visionfast.types import Letterbox, Resize
 
-__all__ = ["Resize", "Step", "Taps", "axis_steps", "axis_taps", "bounded", "enlarge_reference", "enlarge_taps"]
-
-Resize: TypeAlias = Literal["letterbox", "longest-side", "stretch"]
-"""`PreprocessSpec.resize`. Whether a square image came by `longest-side` or by `stretch` cannot be told from its
-`Letterbox`, and its masks differ: only the former pass through the input's size."""
+__all__ = ["Step", "Taps", "axis_steps", "axis_taps", "bounded", "enlarge_reference", "enlarge_taps"]
 
 _FURTHEST = np.float32(1e30)
 
@@ -53,7 +48,8 @@ def enlarge_reference(logits: npt.NDArray[np.float32], placed: Letterbox, resize
     Args:
         logits: K planes over the network's input, 256 × 256 in the published models, h and w at least 3.
         placed: where the image lies in the network's input.
-        resize: how it came there.
+        resize: how it came there. Whether a square image came by `longest-side` or by `stretch` cannot be told from
+            `placed`, and its masks differ: only the former pass through the input's size.
 
     Raises:
         ShapeError: the planes are larger than the input, or smaller than 3 × 3.

@@ -50,7 +50,16 @@ def geometry(image_hw: tuple[int, int], spec: PreprocessSpec) -> Letterbox:
     (image_h, image_w), (h, w) = image_hw, spec.size_hw
     if min(image_h, image_w, h, w) < 1:
         raise ShapeError(f"image: expected sides of at least 1 pixel, got {image_hw} into {spec.size_hw}")
-    if spec.interpolation == "bilinear-antialias" and spec.resize == "stretch":
+    if spec.interpolation == "bicubic-antialias" and spec.resize == "centre-crop" and spec.cover_hw is not None:
+        cover_h, cover_w = spec.cover_hw
+        # torchvision's `Resize(side)` of a square, and `CenterCrop`: what is longer is rounded down, halves to even.
+        if cover_h * image_w >= cover_w * image_h:
+            new_h, new_w = cover_h, int(cover_h * image_w / image_h)
+        else:
+            new_h, new_w = int(cover_w * image_h / image_w), cover_w
+        top, left = round((new_h - h) / 2), round((new_w - w) / 2)
+        return Letterbox((image_h, image_w), (h, w), (new_h, new_w), -top, -left, new_h / image_h)
+    if spec.resize == "stretch" and spec.interpolation in ("bilinear-antialias", "bicubic-antialias"):
         return Letterbox((image_h, image_w), (h, w), (h, w), 0, 0, min(h / image_h, w / image_w))
     if spec.interpolation == "bilinear-antialias" and spec.resize == "longest-side" and h == w:
         gain = h / max(image_h, image_w)

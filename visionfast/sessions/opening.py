@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from visionfast import machine
@@ -11,13 +11,14 @@ from visionfast.backends import DeviceEngine
 from visionfast.errors import OptionError
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.sessions import Session
+from visionfast.sessions.embeddings import EmbedSession
 from visionfast.sessions.prompts import PromptSession
 from visionfast.types import ModelSpec, Runner
 
 if TYPE_CHECKING:
     from visionfast.preprocess.dali import DaliPreprocessor
 
-__all__ = ["open_prompt_session", "open_session"]
+__all__ = ["open_embed_session", "open_prompt_session", "open_session"]
 
 _DECODE_THREADS = 4  # of one session: there are several, and the GPU decodes
 
@@ -73,6 +74,18 @@ def open_prompt_session(
     from visionfast.sessions.prompts_host import HostPromptSession
 
     return HostPromptSession(spec, encoder, decoder)
+
+
+def open_embed_session(spec: ModelSpec, engines: Sequence[Runner | DeviceEngine], limits: DecodeLimits) -> EmbedSession:
+    """An embedder's session, on the host or on a GPU.
+
+    Raises:
+        BackendError: the runtime failed; the engines are closed then.
+    """
+    from visionfast.sessions.embed_host import HostEmbedSession
+
+    runners = [engine for engine in engines if not isinstance(engine, DeviceEngine)]
+    return HostEmbedSession(spec, runners, limits=limits)
 
 
 def _has_dali(engine: DeviceEngine) -> bool:

@@ -1,0 +1,215 @@
+"""Vectors for images and for their patches, from one engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from visionfast import artifacts
+from visionfast.backends import DeviceEngine
+from visionfast.errors import ImageError, OptionError
+from visionfast.loading import check_outputs, load_streams, runs_here
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Embeddings
+from visionfast.sessions import ImageSource, source_name
+from visionfast.sessions.embeddings import Embedded, EmbedSession
+from visionfast.sessions.opening import open_embed_session
+from visionfast.types import EngineManifest, ModelSpec, Runner
+
+__all__ = ["Embedder"]
+
+_Self = TypeVar("_Self", bound="Embedder")
+_Item = TypeVar("_Item")
+
+
+class Embedder:
+    """Gives images vectors. One engine; a context manager; safe for several threads.
+
+    Args:
+        spec: of the model.
+        engines: runners of its graph on the host, one a stream, or one engine on a GPU; closed with the embedder.
+        limits: what an image may claim.
+        manifest: of the engine.
+
+    Raises:
+        OptionError: the model has another task.
+        BackendError: the runtime failed; the engines are closed then.
+    """
+
+    task = "embed"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engines: Sequence[Runner | DeviceEngine],
+        *,
+        limits: DecodeLimits | None = None,
+        manifest: EngineManifest | None = None,
+    ) -> None:
+        if spec.task != self.task:
+            raise OptionError(f"{spec.name}: a model for {spec.task}; `visionfast.open` opens it")
+        self.spec = spec
+        self.manifest = manifest
+        self.session: EmbedSession = open_embed_session(spec, engines, limits or DecodeLimits())
+
+    @classmethod
+    def open(
+        cls: type[_Self],
+        engine: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        streams: int = 1,
+        device: str | None = None,
+        limits: DecodeLimits | None = None,
+    ) -> _Self:
+        """Opens an engine's folder.
+
+        Args:
+            engine: its path, or the name of a model that has one engine under engines/.
+            threads: processors to compute on; default: all that this process may use.
+            streams: images (batches) that are computed at the same time, on a CPU, each with its share of the threads:
+                more images a second, and each of them later. 1 is for the earliest answer.
+            device: `cpu`, `cuda` or `cuda:1`; default: what the engine was built for, the first of its kind.
+            limits: what an image may claim.
+
+        Raises:
+            ArtifactError, ManifestError: there is no such engine, or its files are not those it was built with.
+            BackendError: this machine cannot run it.
+            OptionError: an option is out of its range.
+        """
+        folder = artifacts.find_engine(engine, usable=runs_here)
+        # Verified: vectors are kept beside those of other runs, and told apart by the hashes in engine.json.
+        manifest = artifacts.read_manifest(folder, verify=True)
+        return cls.from_folder(folder, manifest, threads=threads, streams=streams, device=device, limits=limits)
+
+    @classmethod
+    def from_folder(
+        cls: type[_Self],
+        folder: Path,
+        manifest: EngineManifest,
+        *,
+        threads: int | None = None,
+        streams: int = 1,
+        device: str | None = None,
+        limits: DecodeLimits | None = None,
+    ) -> _Self:
+        """`open`, once the engine was found and its manifest read."""
+        check_outputs(folder, manifest)
+        if manifest.spec.task != cls.task:
+            raise OptionError(f"{manifest.spec.name}: a model for {manifest.spec.task}; `visionfast.open` opens it")
+        engines = load_streams(folder, manifest, threads=threads, streams=streams, device=device)
+        return cls(manifest.spec, engines, limits=limits, manifest=manifest)
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+        return self.spec.graphs[0].outputs[0].shape[-1]
+
+    @property
+    def grid_hw(self) -> tuple[int, int]:
+        """Patches of an image."""
+        h, w = self.spec.graphs[0].outputs[1].shape[1:3]
+        return h, w
+
+    def __call__(
+        self,
+        images: ImageSource | Sequence[ImageSource],
+        *,
+        patches: bool = True,
+        normalise: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+    ) -> Embeddings:
+        """The vectors of some images, in order.
+
+        Args:
+            images: paths, encoded bytes, (H, W, 3) uint8 RGB arrays (also (H, W), (H, W, 1), RGBA), or frames of video
+                (`Nv12Frame`). One of them by itself counts as a list of one.
+            patches: give the patches' vectors too.
+            normalise: scale every vector to a length of 1.
+            on_error: `raise` the first image's error, or `return` it in `Embeddings.errors`: one bad image never
+                harms the others.
+
+        Raises:
+            ImageError: with `on_error="raise"`.
+            BackendError: the runtime failed, or the embedder is closed.
+        """
+        if on_error not in ("raise", "return"):
+            raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
+        if not isinstance(images, Sequence) or isinstance(images, (str, bytes, bytearray, memoryview)):
+            images = [images]
+        answers: list[Embedded | ImageError] = []
+        for first in range(0, len(images), self.session.batch):
+            answers += self._batch(images[first : first + self.session.batch], first, on_error == "raise", patches)
+        found = self._gathered(answers, patches)
+        return found.normalised() if normalise else found
+
+    def stream(
+        self,
+        items: Iterable[_Item],
+        *,
+        load: Callable[[_Item], ImageSource],
+        patches: bool = False,
+        prefetch: int | None = None,
+    ) -> Iterator[tuple[_Item, Embedded | ImageError]]:
+        """The vectors of any number of images, in order, in bounded memory: images are decoded on other threads than
+        the engine's while it computes.
+
+        Args:
+            items: what the images are known by; taken as they are needed.
+            load: an item's image; called on the decoding threads. An `ImageError` that it raises is that item's answer.
+            patches: give the patches' vectors too.
+            prefetch: images that are decoded, or being decoded, ahead of the engine; default: a few a stream.
+
+        Raises:
+            BackendError: the runtime failed. Whatever else `items` or `load` raises comes out, too.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees the engine. Closing twice is harmless."""
+        self.session.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _batch(
+        self, images: Sequence[ImageSource], first: int, raises: bool, patches: bool
+    ) -> list[Embedded | ImageError]:
+        answers: list[Any] = []
+        for index, source in enumerate(images, first):
+            try:
+                answers.append(self.session.prepare(source, name=source_name(source, index)))
+            except ImageError as error:
+                if raises:
+                    raise
+                answers.append(error)
+        ready = [answer for answer in answers if not isinstance(answer, ImageError)]
+        embedded = iter(self.session.embed(ready, patches=patches) if ready else ())
+        return [answer if isinstance(answer, ImageError) else next(embedded) for answer in answers]
+
+    def _gathered(self, answers: Sequence[Embedded | ImageError], patches: bool) -> Embeddings:
+        cls = np.full((len(answers), self.dim), np.nan, np.float32)
+        dense = np.full((len(answers), *self.grid_hw, self.dim), np.nan, np.float32) if patches else None
+        for i, answer in enumerate(answers):
+            if isinstance(answer, ImageError):
+                continue
+            cls[i] = answer.cls
+            if dense is not None:
+                dense[i] = answer.patches
+        return Embeddings(
+            cls,
+            dense,
+            tuple(None if isinstance(a, ImageError) else a.placed for a in answers),
+            {i: a for i, a in enumerate(answers) if isinstance(a, ImageError)},
+            tuple({} if isinstance(a, ImageError) else a.stage_ns for a in answers),
+        )

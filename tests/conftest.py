@@ -100,6 +100,23 @@ def sam_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.fixture(scope="session")
+def dino_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`dino_checkpoint(kind, seed=0)`: seeded weights in Meta's layout of `dinov2_vits14`, `dinov3_vits16` (88 MB each)
+    or another size (see `tests/seeded_dino.py`).
+    """
+    pytest.importorskip("torch", reason="checkpoints are made with torch: pip install 'visionfast[build]'")
+    folder = tmp_path_factory.mktemp("dino")
+
+    @functools.cache
+    def make(kind: str, seed: int = 0) -> Path:
+        from seeded_dino import save_checkpoint
+
+        return save_checkpoint(kind, folder / f"{kind}{f'-{seed}' if seed else ''}.pth", seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def people_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real, trained YOLOv8s: from models/ where it was fetched, else fetched now."""
     from visionfast import artifacts

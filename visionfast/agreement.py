@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,15 +16,19 @@ from visionfast.errors import CertificateError
 from visionfast.postprocess.masks import mask_iou
 from visionfast.postprocess.nms import box_iou
 from visionfast.results import Detections
+from visionfast.sessions.embeddings import Embedded
 from visionfast.sessions.prompts import Decoded
 from visionfast.types import Certificate, Letterbox, Precision
 
 __all__ = [
+    "EMBED_TOLERANCES",
     "PROMPT_TOLERANCES",
     "TOLERANCES",
     "combined",
     "compare_detections",
+    "compare_embeddings",
     "compare_masks",
+    "compare_neighbours",
     "compare_raw",
     "embedding_cosine",
     "is_within",
@@ -47,6 +52,17 @@ PROMPT_TOLERANCES: dict[Precision, dict[str, float]] = {
              "max_logit_difference": 0.1},
     "bf16": {"min_embedding_cosine": 0.99, "min_mask_iou": 0.90, "max_predicted_iou_difference": 0.05,
              "max_logit_difference": 0.3},
+}  # fmt: skip
+# Measured on seeded ViT-S of both generations, on two photographs and their parts, the worst patch's cosine short of 1
+# and the worst similarity's difference: FP32 (OpenVINO) 5e-13 and 1.5e-7, FP16 (emulated, with its islands) 1.1e-6 and
+# 1.5e-4, BF16 (OpenVINO, AMX) 1.2e-4 and 1.5e-3. Trained weights have outliers that seeded ones lack: hence the room.
+EMBED_TOLERANCES: dict[Precision, dict[str, float]] = {
+    "fp32": {"min_cls_cosine": 0.9999, "min_patch_cosine": 0.9999, "max_norm_difference": 0.0001,
+             "max_similarity_difference": 0.0001, "moved_neighbours": 0},
+    "fp16": {"min_cls_cosine": 0.999, "min_patch_cosine": 0.999, "max_norm_difference": 0.01,
+             "max_similarity_difference": 0.005, "moved_neighbours": 0},
+    "bf16": {"min_cls_cosine": 0.99, "min_patch_cosine": 0.99, "max_norm_difference": 0.05,
+             "max_similarity_difference": 0.02, "moved_neighbours": 0},
 }  # fmt: skip
 TINY = 0.001
 """Share of the picture: where two masks together cover less, one pixel more or less decides their IoU, and the logits'
@@ -144,6 +160,86 @@ def compare_masks(pairs: Sequence[tuple[Decoded, Decoded]], placed: Letterbox) -
     return measures | ({"min_mask_iou": min(ious)} if ious else {})
 
 
+def compare_embeddings(expected: Embedded, got: Embedded) -> dict[str, float]:
+    """How far two answers for one image are apart: in direction, which is what vectors are compared by, and in length.
+
+    Returns:
+        min_cls_cosine and mean_cls_cosine, which are one figure of one image; min_patch_cosine and mean_patch_cosine
+        over its patches; max_norm_difference: of the lengths of the class token and of every patch, over the expected
+        one.
+    """
+    assert expected.patches is not None
+    assert got.patches is not None
+    measures: dict[str, float] = {}
+    norms = []
+    for name, a, b in (("cls", expected.cls, got.cls), ("patch", expected.patches, got.patches)):
+        cosines = _cosines(a, b)
+        measures |= {f"min_{name}_cosine": float(cosines.min()), f"mean_{name}_cosine": float(cosines.mean())}
+        norms.append(_norm_difference(a, b).max())
+    return measures | {"max_norm_difference": _finite(max(norms))}
+
+
+def _cosines(expected: npt.NDArray[Any], got: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """(…, D) and (…, D) → (…): 1 where both are zero, -1 where a value is not finite."""
+    # In float64: float32's squares overflow from 1.8e19.
+    a, b = expected.astype(np.float64), got.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        products = np.einsum("...d,...d->...", a, b)
+        lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+        found = np.where(a.any(-1) | b.any(-1), products / lengths, 1.0)
+    cosines: npt.NDArray[np.float64] = np.nan_to_num(found, nan=-1.0)
+    return cosines
+
+
+def _norm_difference(expected: npt.NDArray[Any], got: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """(…, D) and (…, D) → (…): the difference of the lengths over the expected one."""
+    a, b = (np.linalg.norm(vectors.astype(np.float64), axis=-1) for vectors in (expected, got))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: npt.NDArray[np.float64] = np.where(a == b, 0.0, np.abs(a - b) / a)
+    return found
+
+
+def compare_neighbours(expected: npt.NDArray[Any], got: npt.NDArray[Any], *, slack: float) -> list[dict[str, float]]:
+    """Whether the nearest neighbours of each of N images are the same, in the same order, by their vectors' cosine.
+
+    Args:
+        expected, got: (N, D), the vectors of the N images.
+        slack: neighbours whose expected similarities are no further apart than this may change places.
+
+    Returns:
+        For each image max_similarity_difference: of its similarities to the others; and moved_neighbours: how many
+        of the others stand before one that should stand before them. Nothing for an image alone.
+    """
+    a, b = (_unit(vectors) for vectors in (expected, got))
+    if len(a) < 2:
+        return [{} for _ in a]
+    measures = []
+    for i in range(len(a)):  # a row at a time: N × N similarities of a large folder are gigabytes
+        row, other = (np.delete(vectors @ vectors[i], i) for vectors in (a, b))
+        measures.append(
+            {
+                "max_similarity_difference": _finite(np.abs(row - other).max()),
+                "moved_neighbours": float(_moved(row, other, slack)),
+            }
+        )
+    return measures
+
+
+def _moved(expected: npt.NDArray[np.float64], got: npt.NDArray[np.float64], slack: float) -> int:
+    """Of the others by descending similarity `got`: how many have one behind them that is expected before them."""
+    order = np.argsort(-got, kind="stable")  # what is not a number comes last
+    in_order = expected[order]
+    nearest_behind = np.maximum.accumulate(in_order[::-1])[::-1]  # (N - 1,), each with itself
+    return int((nearest_behind - in_order > slack).sum())
+
+
+def _unit(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    wide = vectors.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scaled: npt.NDArray[np.float64] = wide / np.linalg.norm(wide, axis=-1, keepdims=True)
+    return scaled
+
+
 def _finite(value: Any) -> float:
     return float(np.nan_to_num(value, nan=_NOT_FINITE, posinf=_NOT_FINITE))
 
@@ -182,12 +278,17 @@ def verdict(
 
 
 def combined(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The figures of all images as one: the worst of each measure, and the sum of what is counted."""
+    """The figures of all images as one: the worst of each measure, the mean of means, the sum of what is counted."""
     total: dict[str, float] = {"images": float(len(measured))}
     for name in dict.fromkeys(name for measures in measured for name in measures):
         values = [measures[name] for measures in measured if name in measures]
-        total[name] = min(values) if name.startswith("min") else max(values) if name.startswith("max") else sum(values)
+        total[name] = _combining(name)(values)
     return total
+
+
+def _combining(name: str) -> Callable[[list[float]], float]:
+    known: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "mean": statistics.fmean}
+    return known.get(name.partition("_")[0], sum)
 
 
 def shortfall(certificate: Certificate) -> str:
@@ -209,7 +310,8 @@ def shortfall(certificate: Certificate) -> str:
     name = max(outside, key=excess)
     value, bound = outside[name]
     allowed = f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
-    shown = "not finite" if value >= _NOT_FINITE else f"{value:.3g}"
+    digits = 6 if name.startswith("min") else 3  # a cosine that is too small is still near 1
+    shown = "not finite" if value >= _NOT_FINITE else f"{value:.{digits}g}"
     return f"{name.replace('_', ' ')} {shown}, allowed {allowed}"
 
 

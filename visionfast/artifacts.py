@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from visionfast.errors import ArtifactError, ManifestError
+from visionfast.manifest_checks import check_manifest
 from visionfast.strict_json import decode
 from visionfast.types import EngineManifest
 
@@ -200,43 +201,9 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
         raise ManifestError(f"{path}: expected format {_FORMAT}; build the engine again with this visionfast")
     try:
         manifest: EngineManifest = decode(EngineManifest, document, MANIFEST_NAME)
+        check_manifest(manifest)
     except ManifestError as error:
         raise ManifestError(f"{path}: {error}; build the engine again") from None
-    if re.fullmatch(r"cpu|cuda|sm\d{2,3}", manifest.device, re.ASCII) is None:
-        raise ManifestError(
-            f"{path}: device: expected cpu, cuda or a GPU generation such as sm89, got {manifest.device!r}; "
-            "build the engine again"
-        )
-    pre = manifest.spec.preprocess
-    padded = pre.resize != "letterbox" if pre.pad_value is None else 0 <= pre.pad_value <= 255
-    if min(pre.size_hw) < 1 or not padded or not all(pre.std):
-        raise ManifestError(
-            f"{path}: preprocess: expected sides of at least 1 pixel, pad_value 0..255 and no std of 0, got {pre}; "
-            "build the engine again"
-        )
-    if (manifest.spec.task == "prompt-segment") != (manifest.spec.prompts is not None):
-        raise ManifestError(f"{path}: spec.prompts: expected it for prompt-segment and for no other task; build again")
-    if not manifest.spec.graphs:
-        raise ManifestError(f"{path}: expected at least one graph, got none; build the engine again")
-    for graph in manifest.spec.graphs:
-        if not graph.inputs or not graph.outputs:
-            raise ManifestError(f"{path}: graph {graph.name!r}: expected at least one input and output; build it again")
-        for tensor in (*graph.inputs, *graph.outputs):
-            if not tensor.shape or min(tensor.shape) < 1:
-                raise ManifestError(
-                    f"{path}: {tensor.name}: expected a shape of sides of at least 1, got {tensor.shape}; "
-                    "build the engine again"
-                )
-            if tensor.axes and (len(tensor.axes) != len(tensor.shape) or set(tensor.axes) - {"", *graph.usual}):
-                raise ManifestError(
-                    f"{path}: {tensor.name}: expected an axis of {', '.join(graph.usual) or 'none'} or '' for each "
-                    f"side of its shape, got {tensor.axes}; build the engine again"
-                )
-        if graph.name not in manifest.files:
-            raise ManifestError(f"{path}: no file for the graph {graph.name!r}; build the engine again")
-    for name in manifest.files.values():
-        if name not in manifest.sha256:
-            raise ManifestError(f"{path}: no sha256 for {name!r}; build the engine again")
     for name, expected in manifest.sha256.items():
         # A manifest is data from elsewhere: it may name files in its own folder and nothing else.
         if Path(name).name != name or name in ("", ".", ".."):

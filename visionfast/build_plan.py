@@ -19,6 +19,7 @@ from visionfast.errors import BackendError, BackendUnavailableError, OptionError
 from visionfast.export import check_paths, export_onnx
 from visionfast.families import LoadedModel, identify
 from visionfast.islands import with_islands
+from visionfast.onnx_files import sha256_onnx
 from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision, Resize
 
 __all__ = ["MAX_BUILDS", "Exported", "Plan", "best_backend"]
@@ -221,7 +222,7 @@ class Plan:
             runtime_version=self.runtime_version,
             files=files,
             sha256=hashes,
-            onnx_sha256={item.graph.name: artifacts.sha256_file(item.path) for item in exported},
+            onnx_sha256={item.graph.name: sha256_onnx(item.path) for item in exported},
             weights_sha256=self.weights_sha256,
             keep_fp32=kept if self.graph_precision == "fp16" else (),
             certificate=Certificate("not yet run on a device"),
@@ -246,7 +247,9 @@ class Plan:
         """One engine, whole or not at all."""
         spec = self.model.spec
         h, w = spec.preprocess.size_hw
-        variant = f"{self.backend.name}-{self.precision}-{device}-{h}x{w}-b{spec.batch}"
+        # A checkpoint's usual way with images goes without saying.
+        squashed = "-squash" if spec.task == "embed" and spec.preprocess.resize == "stretch" else ""
+        variant = f"{self.backend.name}-{self.precision}-{device}-{h}x{w}-b{spec.batch}{squashed}"
         target = artifacts.engines_home() / spec.name / variant
         with artifacts.atomic_folder(target) as folder:
             manifest = self.certified(self.compile(device, exported, folder), folder)

@@ -22,8 +22,10 @@ from visionfast import artifacts, machine
 from visionfast.agreement import TOLERANCES, compare_detections, compare_raw, verdict
 from visionfast.backends import get_backend
 from visionfast.backends.torch import TorchRunner
+from visionfast.certify_embeddings import certify_embeddings, run_embeddings
 from visionfast.certify_prompts import certify_prompts, eager_session, run_prompts
 from visionfast.checkpoint import open_checkpoint
+from visionfast.embedder import Embedder
 from visionfast.errors import (
     ArtifactError,
     BackendUnavailableError,
@@ -124,6 +126,9 @@ def certify_files(model: LoadedModel, folder: Path, manifest: EngineManifest, im
     if manifest.spec.task == "prompt-segment":
         with PromptSegmenter.from_folder(folder, manifest) as segmenter:
             return certify_prompts(model, segmenter.session, images, precision=manifest.precision)
+    if manifest.spec.task == "embed":
+        with Embedder.from_folder(folder, manifest) as embedder:
+            return certify_embeddings(model, embedder.session, images, precision=manifest.precision)
     with contextlib.ExitStack() as opened:
         backend = get_backend(manifest.backend)
         runner = opened.enter_context(backend.load(folder, manifest, manifest.spec.graphs[0]))
@@ -235,6 +240,9 @@ def run_eager(model: LoadedModel, images: Sequence[Path]) -> None:
         session = eager_session(model)
         for path in images:
             run_prompts(model, session, decode_image(path))
+        return
+    if model.spec.task == "embed":
+        run_embeddings(model, images)
         return
     with _eager(model) as (reference, _):
         reference(list(images))

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from visionfast._version import __version__
-from visionfast.cli_options import EngineArgument, listed, size_hw
+from visionfast.cli_embed import embed_verb
+from visionfast.cli_options import RESIZES, EngineArgument, listed, size_hw
 from visionfast.cli_predict import predict_verb
+from visionfast.cli_search import search_verb
 from visionfast.errors import OptionError, VisionfastError
 
 __all__ = ["app", "main"]
@@ -115,6 +117,10 @@ def build_verb(
         typer.Option(help="Input size: 640, or height x width: 384x640. Default: the checkpoint's."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Images a call.")] = 1,
+    resize: Annotated[
+        str | None,
+        typer.Option(help="DINO: crop, the middle of an image, or squash, all of it. Default: crop."),
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(help="fp16 or fp32; bf16 on CPUs that compute it. Default: the backend's."),
@@ -145,12 +151,15 @@ def build_verb(
 
     if precision not in (None, "fp32", "fp16", "bf16"):
         raise OptionError(f"--precision {precision}: expected fp32, fp16 or bf16")
+    if resize not in (None, *RESIZES):
+        raise OptionError(f"--resize {resize}: expected {' or '.join(RESIZES)}")
     weights = find_model(model)
     with render.stages() as progress:
         options: dict[str, Any] = {
             "backend": backend,
             "size_hw": size_hw(imgsz),
             "batch": batch,
+            "resize": None if resize is None else RESIZES[resize],
             "precision": precision,
             "images": None if images is None else images_in(images),
             "keep_fp32": listed(keep_fp32) or (),
@@ -215,6 +224,8 @@ def certify_verb(
 
 
 app.command("predict")(predict_verb)
+app.command("embed")(embed_verb)
+app.command("search")(search_verb)
 
 
 @app.command("list")

@@ -8,12 +8,16 @@ from typing import Annotated, TypeAlias
 import typer
 
 from visionfast.errors import OptionError
+from visionfast.types import Resize
 
-__all__ = ["EngineArgument", "listed", "size_hw"]
+__all__ = ["RESIZES", "EngineArgument", "listed", "size_hw"]
 
 EngineArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="ENGINE", help="Its folder, or a model's name under engines/.")
 ]
+
+RESIZES: dict[str, Resize] = {"crop": "centre-crop", "squash": "stretch"}
+"""What `--resize` takes."""
 
 
 def listed(text: str | None) -> list[str] | None:

@@ -14,6 +14,7 @@ from visionfast.cli_options import EngineArgument, listed
 from visionfast.errors import OptionError
 
 if TYPE_CHECKING:
+    from visionfast.embedder import Embedder
     from visionfast.pipeline import Detector
     from visionfast.prompt_segmenter import PromptSegmenter
     from visionfast.types import Task
@@ -70,6 +71,9 @@ def predict_verb(
     cache: Annotated[
         Path | None, typer.Option(help="SAM: folder that keeps encoded images; the next call on one is quick.")
     ] = None,
+    shared_colours: Annotated[
+        bool, typer.Option("--shared-colours", help="DINO: the same colours in all pictures; takes twice the time.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: what the engine is for.")] = None,
     no_graph: Annotated[
@@ -82,9 +86,11 @@ def predict_verb(
     """Answer images: a line each, and JSON and annotated pictures on request. Exit code 1 if any was bad.
 
     A detector's engine needs no more than images. A SAM engine is told what to look for: --point or --box,
-    --everything, or --boxes-from.
+    --everything, or --boxes-from. A DINO engine gives vectors; its pictures show the patches' three principal
+    components as colours.
     """
     from visionfast.predict import expand, run
+    from visionfast.predict_embeddings import run_embedder
     from visionfast.predict_prompts import Prompts, run_boxes_from, run_everything, run_prompts
     from visionfast.preprocess.limits import DecodeLimits
     from visionfast.preprocess.prompts import parse_box, parse_point
@@ -108,20 +114,33 @@ def predict_verb(
         class_agnostic=class_agnostic,
         no_graph=no_graph,
     )
+    of_sam = [*ways, *of_clicks, *of_everything, *_given(cache=cache)]
+    of_embedder = list(_given(shared_colours=shared_colours))
+    for options, kind, tasks in (
+        (of_sam, "SAM", ("prompt-segment",)),
+        (of_embedder, "DINO", ("embed",)),
+        (list(of_detector), "detector's", ("detect", "segment", "prompt-segment")),
+    ):
+        if options and task not in tasks:
+            what = f"{engine} is for {task} and takes none of the options of a {kind} engine"
+            raise OptionError(f"{_flag(options[0])}: {what}")
+    if shared_colours and save is None:
+        raise OptionError("--shared-colours: goes with --save, whose pictures have them")
     if task == "prompt-segment":
         _check_prompts(engine, ways, of_clicks, of_everything, of_detector)
-    elif unfit := [*ways, *of_clicks, *of_everything, *_given(cache=cache)]:
-        raise OptionError(f"{_flag(unfit[0])}: {engine} is for {task} and takes none of the options of a SAM engine")
     if of_detector.pop("no_graph", False):
         of_detector["graph"] = False
 
     opening = {"threads": threads, "device": device, "limits": DecodeLimits(allow_truncated=allow_truncated)}
-    if task != "prompt-segment":
+    if task == "embed":
+        with _embedder(folder, opening) as embedder:
+            bad = run_embedder(embedder, paths, save=save, json_to=json, shared_colours=shared_colours)
+    elif task != "prompt-segment":
         with _detector(folder, task, opening | of_detector) as detector:
             bad = run(detector, paths, save=save, json_to=json)
     elif boxes_from is not None:
         finder, finds = _engine(boxes_from)
-        if finds == "prompt-segment":
+        if finds not in ("detect", "segment"):
             raise OptionError(f"--boxes-from {boxes_from}: expected a detector's engine, got one for {finds}")
         with _detector(finder, finds, opening | of_detector) as detector, _segmenter(folder, opening, cache) as sam:
             bad = run_boxes_from(detector, sam, paths, save=save, json_to=json)
@@ -182,6 +201,12 @@ def _detector(folder: Path, task: Task, options: Mapping[str, Any]) -> Detector:
     from visionfast.pipeline import Detector, Segmenter
 
     return (Segmenter if task == "segment" else Detector).open(folder, **options)
+
+
+def _embedder(folder: Path, options: Mapping[str, Any]) -> Embedder:
+    from visionfast.embedder import Embedder
+
+    return Embedder.open(folder, **options)
 
 
 @contextlib.contextmanager

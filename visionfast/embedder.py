@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from visionfast import artifacts
+from visionfast import artifacts, machine
 from visionfast.backends import DeviceEngine
-from visionfast.errors import ImageError, OptionError
+from visionfast.errors import BackendError, ImageError, OptionError
 from visionfast.loading import check_outputs, load_streams, runs_here
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Embeddings
 from visionfast.sessions import ImageSource, source_name
-from visionfast.sessions.embeddings import Embedded, EmbedSession
+from visionfast.sessions.embed_stream import embed_stream
+from visionfast.sessions.embeddings import Embedded, EmbedSession, without_frames
 from visionfast.sessions.opening import open_embed_session
 from visionfast.types import EngineManifest, ModelSpec, Runner
 
@@ -34,6 +36,7 @@ class Embedder:
         spec: of the model.
         engines: runners of its graph on the host, one a stream, or one engine on a GPU; closed with the embedder.
         limits: what an image may claim.
+        threads: to decode on, beside the engine's; default: as many as there are processors that may be used.
         manifest: of the engine.
 
     Raises:
@@ -49,12 +52,15 @@ class Embedder:
         engines: Sequence[Runner | DeviceEngine],
         *,
         limits: DecodeLimits | None = None,
+        threads: int | None = None,
         manifest: EngineManifest | None = None,
     ) -> None:
         if spec.task != self.task:
             raise OptionError(f"{spec.name}: a model for {spec.task}; `visionfast.open` opens it")
         self.spec = spec
         self.manifest = manifest
+        self._threads = threads or machine.usable_cpus()
+        self._closed = False
         self.session: EmbedSession = open_embed_session(spec, engines, limits or DecodeLimits())
 
     @classmethod
@@ -71,7 +77,7 @@ class Embedder:
 
         Args:
             engine: its path, or the name of a model that has one engine under engines/.
-            threads: processors to compute on; default: all that this process may use.
+            threads: processors to compute on, and threads to decode on; default: all that this process may use.
             streams: images (batches) that are computed at the same time, on a CPU, each with its share of the threads:
                 more images a second, and each of them later. 1 is for the earliest answer.
             device: `cpu`, `cuda` or `cuda:1`; default: what the engine was built for, the first of its kind.
@@ -103,7 +109,7 @@ class Embedder:
         if manifest.spec.task != cls.task:
             raise OptionError(f"{manifest.spec.name}: a model for {manifest.spec.task}; `visionfast.open` opens it")
         engines = load_streams(folder, manifest, threads=threads, streams=streams, device=device)
-        return cls(manifest.spec, engines, limits=limits, manifest=manifest)
+        return cls(manifest.spec, engines, limits=limits, threads=threads, manifest=manifest)
 
     @property
     def dim(self) -> int:
@@ -140,11 +146,14 @@ class Embedder:
         """
         if on_error not in ("raise", "return"):
             raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
+        self._check_open()
         if not isinstance(images, Sequence) or isinstance(images, (str, bytes, bytearray, memoryview)):
             images = [images]
-        answers: list[Embedded | ImageError] = []
-        for first in range(0, len(images), self.session.batch):
-            answers += self._batch(images[first : first + self.session.batch], first, on_error == "raise", patches)
+        raises = on_error == "raise"
+        if len(images) <= self.session.batch:
+            answers = self._batch(images, raises, patches)
+        else:
+            answers = self._batches(images, raises, patches)
         found = self._gathered(answers, patches)
         return found.normalised() if normalise else found
 
@@ -155,23 +164,40 @@ class Embedder:
         load: Callable[[_Item], ImageSource],
         patches: bool = False,
         prefetch: int | None = None,
-    ) -> Iterator[tuple[_Item, Embedded | ImageError]]:
+    ) -> Generator[tuple[_Item, Embedded | ImageError], None, None]:
         """The vectors of any number of images, in order, in bounded memory: images are decoded on other threads than
         the engine's while it computes.
 
+        Its threads end with it: after the last item, when it is closed, at an error and at Ctrl-C; what is being
+        computed then is waited for, the rest is dropped. A `for` loop that is left early closes it when nothing else
+        holds it; `contextlib.closing` does so in any case.
+
         Args:
-            items: what the images are known by; taken as they are needed.
+            items: what the images are known by; taken as they are needed, by the thread that asks for the answers.
             load: an item's image; called on the decoding threads. An `ImageError` that it raises is that item's answer.
             patches: give the patches' vectors too.
-            prefetch: images that are decoded, or being decoded, ahead of the engine; default: a few a stream.
+            prefetch: items that are taken ahead of the answers, at most; default: enough for a batch in each stream,
+                one that waits for it and one that is being decoded.
+
+        Yields:
+            each item with its vectors, or with what is wrong with its image; errors call an item that is a path by it,
+            others `image 0`, `image 1`, ….
 
         Raises:
-            BackendError: the runtime failed. Whatever else `items` or `load` raises comes out, too.
+            BackendError: the runtime failed, or the embedder is closed. Whatever else `items` or `load` raises comes
+                out, too, after the answers of the items before it.
+            OptionError: `prefetch` is not at least 1.
         """
-        raise NotImplementedError
+        if prefetch is None:
+            prefetch = 3 * self.session.streams * self.session.batch + self._threads
+        elif isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+            raise OptionError(f"prefetch: expected a number of items, at least 1, got {prefetch!r}")
+        self._check_open()
+        return embed_stream(self.session, items, load=load, patches=patches, prefetch=prefetch, threads=self._threads)
 
     def close(self) -> None:
         """Frees the engine. Closing twice is harmless."""
+        self._closed = True
         self.session.close()
 
     def __enter__(self: _Self) -> _Self:
@@ -182,20 +208,33 @@ class Embedder:
     ) -> None:
         self.close()
 
-    def _batch(
-        self, images: Sequence[ImageSource], first: int, raises: bool, patches: bool
-    ) -> list[Embedded | ImageError]:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError(f"{self.spec.name}: this embedder is closed; open the engine again")
+
+    def _batch(self, images: Sequence[ImageSource], raises: bool, patches: bool) -> list[Embedded | ImageError]:
+        """At most a batch, by the caller's own thread."""
         answers: list[Any] = []
-        for index, source in enumerate(images, first):
+        for index, source in enumerate(images):
             try:
                 answers.append(self.session.prepare(source, name=source_name(source, index)))
             except ImageError as error:
                 if raises:
                     raise
-                answers.append(error)
+                answers.append(without_frames(error))
         ready = [answer for answer in answers if not isinstance(answer, ImageError)]
         embedded = iter(self.session.embed(ready, patches=patches) if ready else ())
         return [answer if isinstance(answer, ImageError) else next(embedded) for answer in answers]
+
+    def _batches(self, images: Sequence[ImageSource], raises: bool, patches: bool) -> list[Embedded | ImageError]:
+        """Decoded while the engine computes, on all of its streams."""
+        answers: list[Embedded | ImageError] = []
+        with contextlib.closing(self.stream(images, load=_as_it_is, patches=patches)) as answered:
+            for _, answer in answered:
+                if raises and isinstance(answer, ImageError):
+                    raise answer
+                answers.append(answer)
+        return answers
 
     def _gathered(self, answers: Sequence[Embedded | ImageError], patches: bool) -> Embeddings:
         cls = np.full((len(answers), self.dim), np.nan, np.float32)
@@ -213,3 +252,7 @@ class Embedder:
             {i: a for i, a in enumerate(answers) if isinstance(a, ImageError)},
             tuple({} if isinstance(a, ImageError) else a.stage_ns for a in answers),
         )
+
+
+def _as_it_is(source: ImageSource) -> ImageSource:
+    return source

@@ -1,4 +1,4 @@
-"""An eager module → one ONNX file with its shapes and its precision written into it.
+"""An eager module → an ONNX model with its shapes and its precision written into it.
 
 TensorRT 11 and TensorRT-RTX know strongly typed networks only, so a tensor's precision is a property of the
 graph: in a half-precision graph the weights are float16, and casts stand before and after what stays FP32: the
@@ -11,13 +11,17 @@ import contextlib
 import copy
 import dataclasses
 import io
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from visionfast.artifacts import atomic_write
-from visionfast.errors import BuildError, OptionError
+from visionfast.errors import ArtifactError, BuildError, OptionError
+from visionfast.onnx_check import check_onnx, first_line, varying
+from visionfast.onnx_files import gather_weights, weights_file
 from visionfast.types import GraphSpec, Precision, TensorSpec
 
 if TYPE_CHECKING:
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["OPSET", "check_paths", "example_inputs", "export_onnx", "half_precision", "mapped"]
 
 OPSET = 17  # the first with LayerNormalization as one op, and the last that the TorchScript exporter is sure of
-_MAX_PROTOBUF_BYTES = (1 << 31) - 1
+_MOST_INLINE_BYTES = 1 << 30
+"""Of weights in the ONNX file itself: a protobuf ends at 2 GiB, and what is folded is added to them."""
 
 
 def export_onnx(
@@ -47,7 +52,8 @@ def export_onnx(
     Args:
         module: float32, in eval mode, on the CPU.
         graph: its tensors; all floating ones float32.
-        path: the ONNX file; replaced at once when all went well, else left as it was.
+        path: the ONNX file; replaced at once when all went well, else left as it was. Beyond 1 GiB of weights they
+            are beside it (`visionfast.onnx_files.weights_file`).
         precision: of the graph.
         keep_fp32: dotted paths of submodules that stay FP32, with all that is below them, in an `fp16` graph; an
             empty one is the whole.
@@ -59,17 +65,54 @@ def export_onnx(
 
     Raises:
         OptionError: `keep_fp32` names a module that is not there.
-        BuildError: the module cannot be exported, has more than 2 GiB of weights, or an axis does not vary in it.
+        BuildError: the module cannot be exported, or an axis does not vary in it.
         ArtifactError: the file cannot be written.
     """
     traced = half_precision(module, keep_fp32) if precision == "fp16" else module
     assert set(fp32_inputs) <= {i.name for i in graph.inputs}, fp32_inputs
     inputs = tuple(i if i.name in fp32_inputs else _typed(i, precision) for i in graph.inputs)
     typed = dataclasses.replace(graph, inputs=inputs)
-    model = _traced_onnx(traced, example_inputs(typed), graph)
-    written = _checked(model, typed)
+    weight_bytes = sum(tensor.nbytes for tensor in (*traced.parameters(), *traced.buffers()))
+    if weight_bytes > _MOST_INLINE_BYTES:
+        return _export_large(traced, typed, path, weight_bytes)
+    model = _traced_onnx(traced, typed)
+    written = check_onnx(model, typed)
+    atomic_write(path, model.SerializeToString(deterministic=True))
+    weights_file(path).unlink(missing_ok=True)
+    return written
+
+
+def _export_large(module: nn.Module, graph: GraphSpec, path: Path, weight_bytes: int) -> GraphSpec:
+    """As `export_onnx`, with the weights beside the file."""
+    _check_space(path, 2 * weight_bytes)  # the exporter writes a file a tensor
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+            folder = Path(scratch)
+            (folder / "traced").mkdir()
+            model = _traced_onnx(module, graph, folder / "traced" / path.name)
+            trial = folder / path.name  # beside its weights, as `path` will be: the checker looks at both
+            gather_weights(model, folder / "traced", weights_file(trial))
+            shutil.rmtree(folder / "traced")
+            atomic_write(trial, model.SerializeToString(deterministic=True))
+            written = check_onnx(model, graph, trial)
+            weights_file(trial).replace(weights_file(path))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror}); nothing half-written was left") from error
     atomic_write(path, model.SerializeToString(deterministic=True))
     return written
+
+
+def _check_space(path: Path, needed: int) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be written ({error.strerror})") from error
+    if free < needed:
+        raise ArtifactError(
+            f"{path}: expected {needed / 1e9:.1f} GB of free disk for a model of this size, got {free / 1e9:.1f} GB; "
+            "make room there, or name another disk with TMPDIR"
+        )
 
 
 def example_inputs(graph: GraphSpec) -> tuple[torch.Tensor, ...]:
@@ -149,7 +192,7 @@ def _is_within(path: str, outer: Sequence[str]) -> bool:
 
 def _halve_own_tensors(module: nn.Module, path: str) -> None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.numel():
             half = tensor.data.half()
             if half.isinf().any() and not tensor.isinf().any():
                 largest = float(tensor.detach().abs().max())
@@ -193,35 +236,41 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # ---- tracing ----------------------------------------------------------------------------------------------
 
 
-def _traced_onnx(module: nn.Module, feeds: tuple[torch.Tensor, ...], graph: GraphSpec) -> Any:
-    """The module as an ONNX model without anything in it that differs from run to run."""
+def _traced_onnx(module: nn.Module, graph: GraphSpec, path: Path | None = None) -> Any:
+    """The module as an ONNX model without anything in it that differs from run to run.
+
+    Args:
+        module: as it is to be written.
+        graph: its tensors, in the dtypes that go in.
+        path: in a folder of its own, for a model that may have its weights beside it; they are left there.
+    """
     import onnx
     import torch
 
     from visionfast.functions import FixedNorms
 
     buffer = io.BytesIO()
+    target: Any = buffer if path is None else str(path)
     try:
         with _quiet_exporter(), torch.no_grad(), FixedNorms():
             # The dynamo exporter fails on a YOLO head and silently fixes a dynamic batch (torch 2.14).
             torch.onnx.export(
                 module,
-                feeds,
-                cast("Any", buffer),  # torch's annotation leaves out files, which this exporter takes
+                example_inputs(graph),
+                target,
                 input_names=[i.name for i in graph.inputs],
                 output_names=[o.name for o in graph.outputs],
                 opset_version=OPSET,
-                dynamic_axes={t.name: _varying(t) for t in (*graph.inputs, *graph.outputs) if t.axes},
+                dynamic_axes={t.name: varying(t) for t in (*graph.inputs, *graph.outputs) if t.axes},
                 do_constant_folding=True,
                 dynamo=False,
             )
-        if buffer.tell() > _MAX_PROTOBUF_BYTES:
-            raise BuildError(
-                f"{graph.name}: an ONNX file holds at most 2 GiB, this graph has {buffer.tell() >> 20} MiB"
-            )
-        model = onnx.load_model_from_string(buffer.getvalue())
+        if path is None:
+            model = onnx.load_model_from_string(buffer.getvalue())
+        else:
+            model = onnx.load_model(path, load_external_data=False)
     except (RuntimeError, ValueError, TypeError, torch.onnx.errors.OnnxExporterError) as error:
-        raise BuildError(f"{graph.name}: cannot be exported to ONNX ({_first_line(error)})") from error
+        raise BuildError(f"{graph.name}: cannot be exported to ONNX ({first_line(error)})") from error
     model.producer_name, model.producer_version, model.doc_string = "visionfast", "", ""
     model.graph.name, model.graph.doc_string = graph.name, ""
     for node in model.graph.node:
@@ -241,51 +290,3 @@ def _quiet_exporter() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=TracerWarning)
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)
         yield
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-# ---- checking ---------------------------------------------------------------------------------------------
-
-
-def _checked(model: Any, graph: GraphSpec) -> GraphSpec:
-    """`graph` with the outputs' dtypes as written, once the model passed ONNX's strict type inference."""
-    import onnx
-    from onnx import helper
-
-    try:
-        onnx.checker.check_model(model, full_check=True)
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise BuildError(f"{graph.name}: the exported ONNX is not consistent ({_first_line(error)})") from error
-    outputs = []
-    for spec, value, declared in zip(graph.outputs, inferred.graph.output, model.graph.output, strict=True):
-        tensor = value.type.tensor_type
-        shape = tuple(side.dim_param or side.dim_value for side in tensor.shape.dim)
-        if value.name != spec.name or not _agrees(spec, shape):
-            shown = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-            raise BuildError(f"{graph.name}: expected the output {spec.name} {spec.shown}, got {value.name} {shown}")
-        for position, side in enumerate(declared.type.tensor_type.shape.dim):
-            if position not in _varying(spec):
-                side.dim_value = spec.shape[position]  # the exporter left some of them open
-        dtype = str(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-        outputs.append(dataclasses.replace(spec, dtype=dtype))
-    return dataclasses.replace(graph, outputs=tuple(outputs))
-
-
-def _varying(spec: TensorSpec) -> dict[int, str]:
-    return {dimension: axis for dimension, axis in enumerate(spec.axes) if axis}
-
-
-def _agrees(spec: TensorSpec, shape: tuple[int | str, ...]) -> bool:
-    """Whether an output's inferred shape, names for what varies, is what `spec` says.
-
-    Inference does not find every fixed side: a name that is no axis' is the exporter's word for an open one.
-    """
-    axes = spec.axes or ("",) * len(spec.shape)
-    return len(shape) == len(spec.shape) and all(
-        found == axis if axis else found == size or (isinstance(found, str) and found not in axes)
-        for found, size, axis in zip(shape, spec.shape, axes, strict=True)
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -131,8 +131,7 @@ class Detector:
         device: str | None,
         options: dict[str, Any],
     ) -> _Self:
-        if unknown := sorted(set(options) - set(known := _option_names(cls))):
-            raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+        _check_names(options, _option_names(cls))
         _check_task(manifest.spec, cls.task)
         check_outputs(folder, manifest)
         (engine,) = load_graphs(folder, manifest, threads=threads, device=device)
@@ -225,6 +224,7 @@ def open_engine(
     if manifest.spec.task == "embed":
         from visionfast.embedder import Embedder
 
+        _check_names(options, ("limits", "streams"))
         return Embedder.open(folder, threads=threads, device=device, **options)
     opened = Segmenter if manifest.spec.task == "segment" else Detector
     return opened._from_folder(folder, manifest, threads, device, options)
@@ -241,6 +241,11 @@ _OPENED_BY: dict[Task, str] = {
     "prompt-segment": "PromptSegmenter",
     "embed": "Embedder",
 }
+
+
+def _check_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := sorted(set(options) - set(known)):
+        raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
 
 
 def _option_names(opened: type[Detector]) -> list[str]:

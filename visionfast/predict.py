@@ -14,31 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageError, OptionError
+from visionfast.image_files import IMAGE_SUFFIXES
 from visionfast.pipeline import Detector
 from visionfast.predict_output import report
 from visionfast.results import Detections
 
 __all__ = ["Found", "detected", "expand", "run"]
-
-_SUFFIXES = frozenset(
-    [
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".png",
-        ".webp",
-        ".bmp",
-        ".dib",
-        ".tif",
-        ".tiff",
-        ".gif",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".jp2",
-        ".avif",
-    ]
-)  # looked for in a directory; a file that is named is tried whatever it is called
 
 
 def expand(sources: Sequence[str]) -> list[Path]:
@@ -60,7 +41,7 @@ def _expanded(source: str) -> list[Path]:
     path = Path(source)
     # Unlike pathlib's, these raise nothing where a folder on the way is closed: such a file is that one image's error.
     if os.path.isdir(path):  # noqa: PTH112
-        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in _SUFFIXES and p.is_file())
+        inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
         if not inside:
             raise OptionError(f"{source}: expected a directory with images, found none in it")
         return inside

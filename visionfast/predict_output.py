@@ -20,7 +20,7 @@ from visionfast.artifacts import atomic_write
 from visionfast.errors import ArtifactError, ImageError, OptionError
 from visionfast.preprocess.decode import DecodeLimits, decode_image
 
-__all__ = ["MANY", "Answer", "report"]
+__all__ = ["MANY", "Answer", "json_lines", "report", "write_line"]
 
 MANY = 10
 """Images of a call from which on their progress is shown."""
@@ -78,10 +78,10 @@ def report(
     spoken = sys.stderr if json_to == "-" else sys.stdout
     names = _picture_names(paths) if save is not None else {}
     bad = 0
-    with _json_lines(json_to) as lines:
+    with json_lines(json_to) as lines:
         for path, answer in _progress(answers, len(paths)):
             if lines is not None:
-                _write_line(lines, _record(path, answer), json_to or "")
+                write_line(lines, _record(path, answer), json_to or "")
             if isinstance(answer, ImageError):
                 bad += 1
                 print(_one_line(f"visionfast: {answer}"), file=sys.stderr)
@@ -149,8 +149,13 @@ def _save(path: Path, answer: Answer, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _json_lines(target: str | None) -> Iterator[TextIO | None]:
-    """stdout, a pipe or a device as it is, or a file that takes its name only when everything was written."""
+def json_lines(target: str | None) -> Iterator[TextIO | None]:
+    """stdout, a pipe or a device as it is, or a file that takes its name only when everything was written.
+
+    Raises:
+        OptionError: `target` is a folder.
+        ArtifactError: it cannot be written.
+    """
     if target is None:
         yield None
     elif target == "-":
@@ -181,7 +186,12 @@ def _json_lines(target: str | None) -> Iterator[TextIO | None]:
             Path(partial).unlink(missing_ok=True)
 
 
-def _write_line(lines: TextIO, content: dict[str, Any], target: str) -> None:
+def write_line(lines: TextIO, content: dict[str, Any], target: str) -> None:
+    """One JSON line into what `json_lines(target)` opened.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
     try:
         lines.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
         if target == "-":

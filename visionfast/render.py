@@ -16,7 +16,7 @@ from visionfast import artifacts, machine
 from visionfast.backends import BACKENDS, get_backend
 from visionfast.errors import BackendError, VisionfastError
 from visionfast.fetch import Published
-from visionfast.types import EngineManifest, ModelSpec
+from visionfast.types import EngineManifest, ModelSpec, PreprocessSpec
 
 __all__ = ["certificate", "doctor", "download", "inventory", "manifest", "published", "stages"]
 
@@ -69,7 +69,7 @@ def certificate(manifest: EngineManifest) -> None:
             continue
         bound = proof.tolerances.get(name)
         allowed = "" if bound is None else f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
-        table.add_row(escape(name.replace("_", " ")), f"{value:.5g}", allowed)
+        table.add_row(escape(name.replace("_", " ")), _measured(name, value), allowed)
     _out.print(table)
     for path, reason in proof.kept.items():
         _out.print(f"kept in FP32: {escape(path)}: {escape(reason)}")
@@ -78,6 +78,13 @@ def certificate(manifest: EngineManifest) -> None:
     for entry in proof.images:
         if "error" in entry:
             _out.print(f"left out: {escape(str(entry.get('file')))}: {escape(str(entry['error']))}")
+
+
+def _measured(name: str, value: float) -> str:
+    """Five digits; of a cosine that is all but 1, by how much it is not."""
+    if name.endswith("cosine") and 0.999 < value < 1:
+        return f"1 - {1 - value:.1e}"
+    return f"{value:.5g}"
 
 
 def manifest(folder: Path, engine: EngineManifest) -> None:
@@ -90,6 +97,7 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         "licence": _licence(engine),
         **({"classes": names} if names else {}),
         **_tensors(spec),
+        **({"images": _looked_at(spec.preprocess)} if spec.task == "embed" else {}),
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
         + (f", on {engine.platform}" if engine.platform else ""),
         "kept in FP32": ", ".join(engine.keep_fp32) or "—",
@@ -115,6 +123,14 @@ def _tensors(spec: ModelSpec) -> dict[str, str]:
         rows[f"{of_graph}input"] = images + ", ".join(f"{t.name} {t.shown} {t.dtype}" for t in graph.inputs)
         rows[f"{of_graph}output"] = ", ".join(f"{t.name} {t.shown} {t.dtype}" for t in graph.outputs)
     return rows
+
+
+def _looked_at(pre: PreprocessSpec) -> str:
+    """What an embedder sees of an image."""
+    h, w = pre.size_hw
+    if pre.cover_hw is None:
+        return f"the whole of it, squashed to {h}×{w}"
+    return f"the middle {h}×{w}, once it just covers {pre.cover_hw[0]}×{pre.cover_hw[1]}"
 
 
 def _licence(engine: EngineManifest) -> str:

@@ -22,7 +22,7 @@ from visionfast.errors import (
     OptionError,
 )
 from visionfast.preprocess import reference
-from visionfast.preprocess.dali import DaliPreprocessor, letterbox_pipeline
+from visionfast.preprocess.dali import DaliPreprocessor, input_pipeline
 from visionfast.preprocess.dali_admission import Admission, admit
 from visionfast.preprocess.decode import DecodeLimits, decode_image
 from visionfast.types import PreprocessSpec
@@ -108,8 +108,8 @@ def test_float_outputs(dtype, tolerance):
     spec = PreprocessSpec((64, 64), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     images = [noise((50, 80), 1), noise((90, 30), 2)]
     files = [png(image) for image in images]
-    whole = letterbox_pipeline(spec, batch=2, dtype="uint8")
-    floating = letterbox_pipeline(spec, batch=2, dtype=dtype)
+    whole = input_pipeline(spec, batch=2, dtype="uint8")
+    floating = input_pipeline(spec, batch=2, dtype=dtype)
     for (canvas, size_hw), (tensor, _), image in zip(
         run_graph(whole, files), run_graph(floating, files), images, strict=True
     ):
@@ -179,15 +179,15 @@ def test_no_image():
 
 def test_options_are_checked():
     with pytest.raises(OptionError, match="expected cpu or mixed, got 'gpu'"):
-        letterbox_pipeline(SPEC, batch=1, device="gpu")
+        input_pipeline(SPEC, batch=1, device="gpu")
     with pytest.raises(OptionError, match="expected one of uint8, float32, float16, got 'int8'"):
-        letterbox_pipeline(SPEC, batch=1, dtype="int8")
+        input_pipeline(SPEC, batch=1, dtype="int8")
 
 
 def test_without_dali_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     with pytest.raises(BackendUnavailableError, match=r"install visionfast\[dali\]"):
-        letterbox_pipeline(SPEC, batch=1)
+        input_pipeline(SPEC, batch=1)
 
 
 def test_importing_the_package_loads_no_decoder():

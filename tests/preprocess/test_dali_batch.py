@@ -23,7 +23,7 @@ from visionfast.preprocess import dali as module
 from visionfast.preprocess import reference
 from visionfast.preprocess.dali import CpuDecode, DaliPreprocessor, DaliRow
 from visionfast.preprocess.dali_admission import Admission, admit
-from visionfast.preprocess.dali_graph import letterbox_pipeline
+from visionfast.preprocess.dali_graph import input_pipeline
 from visionfast.preprocess.decode import DecodeLimits, decode_image
 from visionfast.types import PreprocessSpec
 
@@ -283,7 +283,7 @@ def test_a_dead_pipeline_is_replaced(kinds):
     """Without the dynamic executor, DALI's pipeline is dead after a failure; that stands for whatever else kills it."""
     import nvidia.dali as dali
 
-    serialised = letterbox_pipeline(SPEC, batch=BATCH, with_trailer=True).serialize()
+    serialised = input_pipeline(SPEC, batch=BATCH, with_trailer=True).serialize()
     legacy = {"prefetch_queue_depth": 1, "exec_dynamic": False, "exec_pipelined": True, "exec_async": True}
     with DaliPreprocessor(SPEC, batch=BATCH) as preprocessor:
         preprocessor._pipeline = dead = dali.Pipeline.deserialize(serialised, **legacy)

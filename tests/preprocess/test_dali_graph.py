@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from visionfast.errors import OptionError
 from visionfast.preprocess import reference
-from visionfast.preprocess.dali_graph import letterbox_pipeline, trailer
+from visionfast.preprocess.dali_graph import input_pipeline, trailer
 from visionfast.preprocess.decode import decode_image
 from visionfast.types import PreprocessSpec
 
@@ -37,7 +37,7 @@ def jpeg(image, *options):
 
 @functools.cache
 def built(size_hw, dtype="uint8", with_trailer=False, **options):
-    pipeline = letterbox_pipeline(PreprocessSpec(size_hw, **options), batch=2, dtype=dtype, with_trailer=with_trailer)
+    pipeline = input_pipeline(PreprocessSpec(size_hw, **options), batch=2, dtype=dtype, with_trailer=with_trailer)
     pipeline.build()
     return pipeline
 
@@ -148,10 +148,17 @@ def pipeline_definition():
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("dali_read.Pipeline"))
 
 
-def parsed(**options):
+SPECS = [
+    PreprocessSpec((96, 160)),
+    PreprocessSpec((96, 160), "centre-crop", "bicubic-antialias", 0, cover_hw=(110, 183)),
+    PreprocessSpec((96, 160), "stretch", "bicubic-antialias", 0),
+]
+
+
+def parsed(spec=SPECS[0], **options):
     """A pipeline as data; `mixed` is serialised without a driver as long as no GPU is named."""
     options = {"batch": 8, "with_trailer": True} | options
-    return pipeline_definition().FromString(letterbox_pipeline(PreprocessSpec((96, 160)), **options).serialize())
+    return pipeline_definition().FromString(input_pipeline(spec, **options).serialize())
 
 
 def arguments(operator):
@@ -169,8 +176,9 @@ def edges(operator):
 
 @pytest.mark.parametrize("with_trailer", [True, False])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
-def test_the_gpus_graph_is_the_cpus_but_for_the_devices(dtype, with_trailer):
-    cpu, mixed = (parsed(dtype=dtype, device=device, with_trailer=with_trailer) for device in ("cpu", "mixed"))
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.resize)
+def test_the_gpus_graph_is_the_cpus_but_for_the_devices(spec, dtype, with_trailer):
+    cpu, mixed = (parsed(spec, dtype=dtype, device=device, with_trailer=with_trailer) for device in ("cpu", "mixed"))
     assert len(cpu.operators) == len(mixed.operators) > 5
     moved = {}
     for here, there in zip(cpu.operators, mixed.operators, strict=True):
@@ -220,7 +228,7 @@ def test_a_serialised_pipeline_gives_the_same_results(dtype, with_trailer):
     import nvidia.dali as dali
 
     options = {"batch": 2, "dtype": dtype, "with_trailer": with_trailer}
-    original = letterbox_pipeline(PreprocessSpec((96, 160)), **options)
+    original = input_pipeline(PreprocessSpec((96, 160)), **options)
     revived = dali.Pipeline.deserialize(original.serialize(), prefetch_queue_depth=1)
     original.build()
     images = [noise((50, 80), 1), noise((97, 30), 2)]
@@ -243,4 +251,4 @@ def test_a_serialised_pipeline_gives_the_same_results(dtype, with_trailer):
 )
 def test_options_are_named_when_wrong(options, message):
     with pytest.raises(OptionError, match=message):
-        letterbox_pipeline(PreprocessSpec((96, 160)), **options)
+        input_pipeline(PreprocessSpec((96, 160)), **options)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from visionfast import machine
 from visionfast.preprocess import reference
+from visionfast.preprocess.antialias import crop
 from visionfast.preprocess.dali import CpuDecode, DaliPreprocessor, DaliRow
 from visionfast.preprocess.decode import decode_image
 from visionfast.types import PreprocessSpec
@@ -73,6 +74,19 @@ def test_jpeg_on_average_within_one_level(stream, photographs, orientation, hw_d
         expected, letterbox = reference.letterbox(decode_image(out.getvalue()), SPEC)
         assert answer.letterbox == letterbox
         assert np.abs(on_the_host(answer.run, stream)[0].astype(int) - expected).mean() <= 1
+
+
+@pytest.mark.parametrize("image_hw", [(300, 400), (120, 90), (1100, 1500), (256, 257)])
+def test_a_centre_crop_within_two_levels_of_the_definition(stream, image_hw):
+    image = noise(image_hw)
+    spec = PreprocessSpec((224, 224), "centre-crop", "bicubic-antialias", 0, cover_hw=(256, 256))
+    with DaliPreprocessor(spec, batch=2, device="mixed", stream=stream) as preprocessor:
+        (answer,) = preprocessor.run([png(image)]).answers
+        expected, placed = crop(image, spec)
+        assert answer.letterbox == placed
+        off = np.abs(on_the_host(answer.run, stream)[0].astype(int) - expected)
+        assert off.max() <= 2
+        assert off.mean() <= 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -7,7 +7,7 @@ A new runtime is one module here and one line in the table.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -147,6 +147,13 @@ class Backend(Protocol):
 
     def load(self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None) -> Runner:
         """Loads one graph of an engine for arrays on the host; `check_runnable` first."""
+        ...
+
+    def load_streams(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, streams: int, threads: int | None = None
+    ) -> Sequence[Runner]:
+        """Loads one graph, without axes, for `streams` threads that call at the same time, each a runner of its own;
+        on the host they share the weights in memory, and `threads` among them. `check_runnable` first."""
         ...
 
     def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> DeviceEngine:

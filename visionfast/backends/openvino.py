@@ -1,7 +1,8 @@
-"""OpenVINO on the CPU: normalisation inside the engine, one latency stream, a compiled blob kept for fast starts."""
+"""OpenVINO on the CPU: normalisation inside the engine, one stream or several, a compiled blob kept for fast starts."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -131,6 +132,14 @@ class OpenVinoBackend:
         self.check_runnable(manifest)
         return OpenVinoRunner(folder / manifest.files[graph.name], graph, manifest.precision, threads=threads)
 
+    def load_streams(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, streams: int, threads: int | None = None
+    ) -> list[OpenVinoRunner]:
+        self.check_runnable(manifest)
+        path = folder / manifest.files[graph.name]
+        first = OpenVinoRunner(path, graph, manifest.precision, threads=threads, streams=streams)
+        return [first, *(first.beside() for _ in range(streams - 1))]
+
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
@@ -167,24 +176,29 @@ def _embed_normalisation(ov: Any, model: Any, graph: GraphSpec, preprocess: Prep
 class OpenVinoRunner(GraphRunner):
     """One graph with one infer request, on `threads` processors (default: all that may be used).
 
+    With `streams`, the processors are shared out among so many requests that run at the same time: this runner's, and
+    those of the runners `beside` it.
+
     A graph with axes has requests for single shapes, and one for every shape. A model of a fixed shape answers in two
     thirds of the time that one of dynamic shape takes, and is compiled in a third of a second (SAM's decoder, 34 to 50
     ms on 2 cores). So the usual shape has one from the beginning, another has one once it was asked for a few times,
     and what is new is answered by the model of dynamic shape. Of those, the eight that are asked for most are kept.
     """
 
-    def __init__(self, path: Path, graph: GraphSpec, precision: Precision, *, threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path, graph: GraphSpec, precision: Precision, *, threads: int | None = None, streams: int = 1
+    ) -> None:
         ov = _import_openvino()
         super().__init__(graph)
         threads = threads or machine.usable_cpus()
         self._path = path
         self._config = {
-            "PERFORMANCE_HINT": "LATENCY",
+            "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
             "INFERENCE_PRECISION_HINT": _HINTS[precision],
             "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": 1,
+            "NUM_STREAMS": streams,
         }
-        self._cache = _cache_folder(path.parent, precision, threads, ov.__version__)
+        self._cache = _cache_folder(path.parent, precision, threads, streams, ov.__version__)
         self._requests: dict[_Sizes, Any] = {}
         self._asked: Counter[_Sizes] = Counter()
         self._any_shape: Any = None
@@ -208,6 +222,14 @@ class OpenVinoRunner(GraphRunner):
             spec.name: np.array(array) if copy else array
             for spec, array in zip(self.outputs, results.values(), strict=True)
         }
+
+    def beside(self) -> OpenVinoRunner:
+        """A runner of the same compiled model, for another thread; each is closed by itself."""
+        assert not self._usual, "a graph with axes is compiled for one shape after the other, by one thread"
+        runner = copy.copy(self)
+        runner._lent, runner._asked = {}, Counter()
+        runner._requests = {self._usual: self._requests[self._usual].get_compiled_model().create_infer_request()}
+        return runner
 
     def close(self) -> None:
         self._requests.clear()
@@ -272,9 +294,10 @@ def _key(sizes: Mapping[str, int]) -> _Sizes:
     return tuple(sorted(sizes.items()))
 
 
-def _cache_folder(engine: Path, precision: Precision, threads: int, version: str) -> Path | None:
-    """Where compiled blobs are kept. OpenVINO's own key ignores precision, hint and threads, so the path has them."""
-    folder = engine / _CACHE / f"{version.split('-')[0]}-{precision}-latency-{threads}t"
+def _cache_folder(engine: Path, precision: Precision, threads: int, streams: int, version: str) -> Path | None:
+    """Where compiled blobs are kept. OpenVINO's own key ignores all of this, so the path has it."""
+    hint = "latency" if streams == 1 else f"throughput-{streams}s"
+    folder = engine / _CACHE / f"{version.split('-')[0]}-{precision}-{hint}-{threads}t"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

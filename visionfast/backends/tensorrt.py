@@ -105,6 +105,11 @@ class TensorRtBackend:
         device = CudaDevice(self.check_runnable(manifest) or 0)
         return DeviceRunner(self.load_on(device, folder, manifest, graph))
 
+    def load_streams(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, streams: int, threads: int | None = None
+    ) -> list[Runner]:
+        return [self.load(folder, manifest, graph) for _ in range(streams)]
+
     def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> TensorRtEngine:
         trt = self._import()
         plan = folder / manifest.files[graph.name]

@@ -110,6 +110,15 @@ class TorchBackend:
             return DeviceRunner(self.load_on(CudaDevice(index), folder, manifest, graph))
         return TorchRunner(self._program(folder, manifest, graph).module(), graph, threads=threads)
 
+    def load_streams(
+        self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, streams: int, threads: int | None = None
+    ) -> list[Runner]:
+        if self.check_runnable(manifest) is not None:
+            return [self.load(folder, manifest, graph) for _ in range(streams)]
+        module = self._program(folder, manifest, graph).module()
+        each = max(1, (threads or machine.usable_cpus()) // streams)  # torch's threads are those of one caller
+        return [TorchRunner(module, graph, threads=each) for _ in range(streams)]
+
     def load_on(self, device: Device, folder: Path, manifest: EngineManifest, graph: GraphSpec) -> TorchEngine:
         if manifest.device == "cpu":
             raise IncompatibleEngineError(

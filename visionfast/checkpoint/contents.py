@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["from_archive", "from_objects", "plain"]
 
-_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "ema")
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "ema", "teacher")
 _ROOT_FIELDS = ("train_args", "license", "version", "date", "names", "yaml", "nc", "stride", "task", "imgsz")
 _MODULE_FIELDS = ("yaml", "names", "stride", "nc", "task", "args")
 _MAX_DEPTH = 32

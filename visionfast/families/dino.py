@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from visionfast.checkpoint import Checkpoint
 from visionfast.checkpoint.pickled import printable
 from visionfast.errors import OptionError
 from visionfast.families import LoadedModel
-from visionfast.families.dino_layouts import canonical
+from visionfast.families.dino_layouts import LAYOUTS, Layout, network_weights, prefix, shape_of, unwrapped
 from visionfast.families.dino_published import PUBLISHED, Architecture
 from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Resize, TensorSpec
 
@@ -20,7 +21,22 @@ __all__ = ["Dino"]
 
 _SIZE_HW = (224, 224)  # of the publisher's evaluation transform, for both generations
 _COVER = 256 / 224  # of the same: the short side becomes 256 pixels, of which the middle 224 are looked at
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation
+# Of DINOv3's ViT-L that was trained on satellite images (SAT-493M). Of Meta's two files of this size it alone has the
+# key; in the other layouts nothing tells it from the one for photographs.
+_SATELLITE = ((0.430, 0.411, 0.296), (0.213, 0.156, 0.143))
+_SATELLITE_SIZE, _SATELLITE_KEY = "dinov3_vitl16", "local_cls_norm.weight"
+
+# What relatives are told by, in the publishers' layouts.
+_CLASS_TOKENS = ("cls_token", "embeddings.cls_token")
+_BLOCK = re.compile(r"(?:blocks(?:\.\d+)?|encoder\.layer|(?:model\.)?layer)\.(\d+)\.", re.ASCII)
+_LAYER_SCALE = re.compile(r"\.(?:ls1\.gamma|gamma_1|layer_scale1\.lambda1)$")
+_CONVNEXT_KEYS = (
+    ("norms.3.weight", "stages.0.0.gamma"),
+    ("layer_norm.weight", "stages.0.layers.0.gamma"),
+    ("layer_norm.weight", "model.stages.0.layers.0.gamma"),
+)
+_WIDTH_OF_7B = 4096
 _MAX_NAME = 200
 _LICENSES = {2: "Apache-2.0", 3: "DINOv3 License (Meta)"}
 
@@ -32,10 +48,17 @@ class Dino:
     handles = "DINOv2 (ViT-S, B, L, g, with registers or without) and DINOv3 (ViT-S, S+, B, L, H+)"
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        return _architecture(canonical(checkpoint.state_dict)) is not None
+        return _told(unwrapped(checkpoint.state_dict)) is not None
 
     def describe(self, checkpoint: Checkpoint) -> str:
-        return ""
+        weights = checkpoint.state_dict
+        before = prefix(weights)
+        inside = {name.removeprefix(before): tensor for name, tensor in weights.items() if name.startswith(before)}
+        others = sorted({name.partition(".")[0] for name in weights if not name.startswith(before)})
+        if others and (told := _told(inside)):
+            beside = ", ".join(printable(name, 20) for name in others[:3])
+            return f"{told[1].name} with {beside} beside it (save what is under {printable(before, 40)} by itself)"
+        return _relative(inside)
 
     def load(
         self,
@@ -46,17 +69,23 @@ class Dino:
         batch: int = 1,
         resize: Resize | None = None,
     ) -> LoadedModel:
+        import torch
+
         from visionfast.families.dino_modules import VisionTransformer, fp32_islands
         from visionfast.families.weights import load_weights
 
         if resize not in (None, "centre-crop", "stretch"):
             raise OptionError(f"resize: DINO's images are cropped (centre-crop) or squashed (stretch), got {resize}")
-        weights = canonical(checkpoint.state_dict)
-        architecture = _architecture(weights)
-        assert architecture is not None, "load is for what recognises accepts"
+        weights = unwrapped(checkpoint.state_dict)
+        told = _told(weights)
+        assert told is not None, "load is for what recognises accepts"
+        layout, architecture = told
         size_hw = _checked(size_hw or _SIZE_HW, architecture.patch)
-        network = VisionTransformer(architecture, size_hw)
-        load_weights(network, weights, str(checkpoint.path))
+        satellite = architecture.name == _SATELLITE_SIZE and _SATELLITE_KEY in weights
+        with torch.device("meta"):  # it gets all of its weights from the file
+            network = VisionTransformer(architecture, size_hw)
+        source = str(checkpoint.path)
+        load_weights(network, network_weights(layout, network.state_dict(), weights, source), source)
         network.fold()
         spec = ModelSpec(
             name=name,
@@ -64,7 +93,7 @@ class Dino:
             architecture=architecture.name,
             task="embed",
             graphs=(_graph(architecture, size_hw, batch),),
-            preprocess=_preprocess(size_hw, resize or "centre-crop"),
+            preprocess=_preprocess(size_hw, resize or "centre-crop", satellite=satellite),
             class_names=(),
             strides=(),
             license=printable(checkpoint.metadata.get("license") or _LICENSES[architecture.generation], _MAX_NAME),
@@ -94,16 +123,17 @@ def _graph(architecture: Architecture, size_hw: tuple[int, int], batch: int) -> 
     )
 
 
-def _preprocess(size_hw: tuple[int, int], resize: Resize) -> PreprocessSpec:
+def _preprocess(size_hw: tuple[int, int], resize: Resize, *, satellite: bool) -> PreprocessSpec:
     """The publisher's evaluation transform (`make_classification_eval_transform`), or the whole image squashed."""
     h, w = size_hw
+    mean, std = _SATELLITE if satellite else _IMAGENET
     return PreprocessSpec(
         size_hw,
         resize=resize,
         interpolation="bicubic-antialias",
         pad_value=0,
-        mean=_IMAGENET_MEAN,
-        std=_IMAGENET_STD,
+        mean=mean,
+        std=std,
         cover_hw=(round(h * _COVER), round(w * _COVER)) if resize == "centre-crop" else None,
     )
 
@@ -111,31 +141,43 @@ def _preprocess(size_hw: tuple[int, int], resize: Resize) -> PreprocessSpec:
 # ---- telling by the parameters' names and shapes ----------------------------------------------------------
 
 
-def _architecture(weights: Mapping[str, torch.Tensor]) -> Architecture | None:
-    """What weights of canonical names are of, or `None` when they are none of the published."""
-    for architecture in PUBLISHED:
-        if _fits(weights, architecture):
-            return architecture
-    return None
+def _told(weights: Mapping[str, torch.Tensor]) -> tuple[Layout, Architecture] | None:
+    """In which layout unwrapped weights are, and of which size; `None` when they are none of the published."""
+    return next(((layout, a) for a in PUBLISHED for layout in LAYOUTS if _fits(weights, layout, a)), None)
 
 
-def _fits(weights: Mapping[str, torch.Tensor], architecture: Architecture) -> bool:
+def _fits(weights: Mapping[str, torch.Tensor], layout: Layout, architecture: Architecture) -> bool:
     """By what tells the published ones apart; all the rest is checked when the weights are loaded."""
-    registers = "embed.storage_tokens" if architecture.generation == 3 else "embed.register_tokens"
-    inner, rows = {
-        "mlp": ("fc1", architecture.hidden),
-        "swiglu": ("w1", architecture.hidden),
-        "swiglu-fused": ("w12", 2 * architecture.hidden),
-    }[architecture.perceptron]
-    last = architecture.depth - 1
+    if layout.generation != architecture.generation or not (layout.class_position or architecture.registers):
+        return False
+    width, patch = architecture.width, architecture.patch
+    (registers,) = layout.names("embed.register_tokens")
+    first = layout.names(f"blocks.0.mlp.{'w12' if architecture.gated else 'fc1'}.weight")
+    biases = [name for name in layout.names("blocks.0.attn.qkv.bias") if name]
     return (
-        _shape(weights, "embed.cls_token") == (1, 1, architecture.width)
-        and _shape(weights, registers)[1:2] == ((architecture.registers,) if architecture.registers else ())
-        and ("embed.pos_embed" in weights) == (architecture.generation == 2)
-        and _shape(weights, f"blocks.{last}.mlp.{inner}.weight") == (rows, architecture.width)
-        and f"blocks.{last + 1}.norm1.weight" not in weights
+        layout.shape("embed.cls_token", weights) == (1, 1, width)
+        and layout.shape("embed.patch_embed.proj.weight", weights) == (width, 3, patch, patch)
+        and (registers in weights) == (architecture.registers > 0)
+        and bool(layout.shape("embed.pos_embed", weights)) == (architecture.grid > 0)
+        and layout.shape("blocks.0.ls1.gamma", weights) == (width,)
+        and layout.shape("blocks.0.attn.qkv.weight", weights) == (3 * width, width)
+        and (not biases or any(name in weights for name in biases))
+        and all(name in weights for name in first)
+        and layout.shape(f"blocks.{architecture.depth - 1}.norm1.weight", weights) == (width,)
+        and layout.shape(f"blocks.{architecture.depth}.norm1.weight", weights) == ()
     )
 
 
-def _shape(weights: Mapping[str, torch.Tensor], key: str) -> tuple[int, ...]:
-    return tuple(weights[key].shape) if key in weights else ()
+def _relative(weights: Mapping[str, torch.Tensor]) -> str:
+    """What weights that are none of the published look like; empty where they are nothing of the kind."""
+    if any(set(names) <= set(weights) for names in _CONVNEXT_KEYS):
+        return "DINOv3 ConvNeXt"
+    width = next((shape[-1] for name in _CLASS_TOKENS if (shape := shape_of(weights, name))), 0)
+    blocks = len({match[1] for name in weights if (match := _BLOCK.match(name))})
+    if not width or not blocks:
+        return ""
+    if not any(map(_LAYER_SCALE.search, weights)):
+        return "a vision transformer without layer scales (the first DINO, MAE, DeiT, a classifier)"
+    if width == _WIDTH_OF_7B:
+        return "DINOv3 7B"
+    return f"a vision transformer of {blocks} blocks, {width} wide, that is none of DINO's published ones"

@@ -2,7 +2,8 @@
 
 One module for both: they differ in how a patch learns where it is, and in the perceptron of some sizes. Submodules
 and parameters are called as in the publisher's own files (`facebookresearch/dinov2`, `facebookresearch/dinov3`), so
-that a checkpoint's names are the module's, with `embed.` before those that stand at the top.
+that their names are the module's but for what `dino_layouts` says: `embed.` stands before those at the top, registers
+are called so in both generations, and both gates of a perceptron are one layer.
 
 The sources are the papers, DINOv2 (Oquab et al., arXiv:2304.07193), Vision Transformers Need Registers (Darcet et al.,
 arXiv:2309.16588), DINOv3 (Siméoni et al., arXiv:2508.10104) and, where they are silent, the publisher's code. `B`
@@ -85,12 +86,10 @@ class _Embed(nn.Module):
         self._antialias = registers > 0  # published so: with registers, and without
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, architecture.patch, architecture.patch)})
         self.cls_token = nn.Parameter(torch.empty(1, 1, width))
-        if architecture.generation == 3:
-            self.storage_tokens = nn.Parameter(torch.empty(1, registers, width))
-        else:
+        if architecture.grid:
             self.pos_embed = nn.Parameter(torch.empty(1, 1 + architecture.grid**2, width))
-            if registers:
-                self.register_tokens = nn.Parameter(torch.empty(1, registers, width))
+        if registers:
+            self.register_tokens = nn.Parameter(torch.empty(1, registers, width))
         self.register_buffer("prefix", torch.empty(0), persistent=False)
         self.register_buffer("position", torch.empty(0), persistent=False)
 
@@ -101,11 +100,12 @@ class _Embed(nn.Module):
             before[0] = before[0] + positions[:, :1]
             self.position = interpolated_positions(positions[:, 1:], self._grid_hw, antialias=self._antialias)
         if self._registers:
-            before.append((self.register_tokens if self._trained else self.storage_tokens).detach())
+            before.append(self.register_tokens.detach())
         self.prefix = torch.cat(before, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        patches = self.patch_embed["proj"](images).flatten(2).transpose(1, 2)  # (B, h·w, D)
+        h, w = self._grid_hw
+        patches = self.patch_embed["proj"](images).reshape(len(images), -1, h * w).transpose(1, 2)  # (B, h·w, D)
         if self._trained:
             patches = patches + self.position
         return torch.cat((self.prefix.expand(len(images), -1, -1), patches), 1)
@@ -159,7 +159,7 @@ class _Rope(nn.Module):
         """(B, heads, T, E): turns the last h·w tokens; the class token and the registers lie nowhere."""
         first = heads.shape[2] - self.sin.shape[0]
         before, patches = heads[:, :, :first], heads[:, :, first:]
-        one, other = patches.chunk(2, -1)
+        one, other = patches[..., : _HEAD // 2], patches[..., _HEAD // 2 :]
         turned = patches * self.cos + torch.cat((-other, one), -1) * self.sin
         return torch.cat((before, turned), 2)
 
@@ -175,7 +175,7 @@ class _Block(nn.Module):
         self.attn = _Attention(width)
         self.ls1 = _LayerScale(width)
         self.norm2 = nn.LayerNorm(width, architecture.norm_epsilon)
-        self.mlp = _PERCEPTRONS[architecture.perceptron](width, architecture.hidden)
+        self.mlp = (_SwiGlu if architecture.gated else _Mlp)(width, architecture.hidden)
         self.ls2 = _LayerScale(width)
 
     def forward(self, tokens: torch.Tensor, rope: _Rope | None) -> torch.Tensor:
@@ -194,12 +194,12 @@ class _Attention(nn.Module):
     def forward(self, tokens: torch.Tensor, rope: _Rope | None) -> torch.Tensor:
         batch, count, width = tokens.shape
         query, key, value = (
-            part.reshape(batch, count, self._heads, _HEAD).transpose(1, 2) for part in self.qkv(tokens).chunk(3, -1)
+            part.reshape(batch, count, self._heads, _HEAD).transpose(1, 2) for part in self.qkv(tokens).split(width, -1)
         )  # (B, heads, T, E)
         if rope is not None:
             # Turned in FP32, multiplied in what they came in.
             query, key = rope(query).to(value.dtype), rope(key).to(value.dtype)
-        attended = functional.scaled_dot_product_attention(query, key, value)
+        attended = functional.scaled_dot_product_attention(query, key, value, scale=_HEAD**-0.5)
         found: torch.Tensor = self.proj(attended.transpose(1, 2).reshape(batch, count, width))
         return found
 
@@ -225,35 +225,15 @@ class _Mlp(nn.Module):
 
 
 class _SwiGlu(nn.Module):
-    """A gated perceptron (Shazeer, arXiv:2002.05202): one projection, through SiLU, scales the other."""
+    """A gated perceptron (Shazeer, arXiv:2002.05202): of two projections, one, through SiLU, scales the other."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(width, hidden)
-        self.w2 = nn.Linear(width, hidden)
-        self.w3 = nn.Linear(hidden, width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = self.w3(functional.silu(self.w1(tokens)) * self.w2(tokens))
-        return mixed
-
-
-class _FusedSwiGlu(nn.Module):
-    """The same, with both projections in one layer."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
+        self._hidden = hidden
         self.w12 = nn.Linear(width, 2 * hidden)
         self.w3 = nn.Linear(hidden, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        gate, other = self.w12(tokens).chunk(2, -1)
+        gate, other = self.w12(tokens).split(self._hidden, -1)
         mixed: torch.Tensor = self.w3(functional.silu(gate) * other)
         return mixed
-
-
-_PERCEPTRONS: dict[str, type[_Mlp | _SwiGlu | _FusedSwiGlu]] = {
-    "mlp": _Mlp,
-    "swiglu": _SwiGlu,
-    "swiglu-fused": _FusedSwiGlu,
-}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["load_weights"]
+__all__ = ["check_weights", "load_weights"]
 
 
 def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source: str) -> None:
@@ -21,7 +21,13 @@ def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source
     Raises:
         CheckpointError: a key is missing, or is one too many, or a tensor's shape is another.
     """
-    expected = network.state_dict()
+    check_weights(network.state_dict(), weights, source)
+    network.load_state_dict({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, assign=True)
+    network.requires_grad_(False).eval()
+
+
+def check_weights(expected: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], source: str) -> None:
+    """Holds `weights` to exactly the keys, the shapes and the kinds of number of `expected`; raises as above."""
     missing = [key for key in expected if key not in weights]
     unexpected = [key for key in weights if key not in expected]
     if missing or unexpected:
@@ -36,8 +42,6 @@ def load_weights(network: nn.Module, weights: Mapping[str, torch.Tensor], source
             raise CheckpointError(f"{source}: {key}: expected the published shape {shape}, got {got}")
         if weights[key].is_floating_point() != tensor.is_floating_point():
             raise CheckpointError(f"{source}: {key}: expected {tensor.dtype} or the like, got {weights[key].dtype}")
-    network.load_state_dict({k: t.float() if t.is_floating_point() else t for k, t in weights.items()}, assign=True)
-    network.requires_grad_(False).eval()
 
 
 def _some(keys: list[str]) -> str:

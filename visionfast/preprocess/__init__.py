@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from visionfast.preprocess.antialias import fit, geometry, resize_antialias_float, resize_antialias_u8
+    from visionfast.preprocess.antialias import crop, fit, geometry, resize_antialias_float, resize_antialias_u8
     from visionfast.preprocess.cpu import CpuPreprocessor
     from visionfast.preprocess.cpu_antialias import AntialiasPreprocessor
-    from visionfast.preprocess.dali import DaliPreprocessor, letterbox_pipeline
+    from visionfast.preprocess.cpu_crop import CropPreprocessor
+    from visionfast.preprocess.dali import DaliPreprocessor, input_pipeline
     from visionfast.preprocess.decode import decode_image
     from visionfast.preprocess.limits import DecodeLimits
     from visionfast.preprocess.prompts import parse_box, parse_point, prompt_tensors
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 __all__ = [
     "AntialiasPreprocessor",
     "CpuPreprocessor",
+    "CropPreprocessor",
     "DaliPreprocessor",
     "DecodeLimits",
+    "crop",
     "decode_image",
     "decode_reference",
     "fit",
     "geometry",
+    "input_pipeline",
     "letterbox",
     "letterbox_geometry",
-    "letterbox_pipeline",
     "normalise",
     "parse_box",
     "parse_point",
@@ -42,15 +45,17 @@ __all__ = [
 _MODULES = {
     "AntialiasPreprocessor": "cpu_antialias",
     "CpuPreprocessor": "cpu",
+    "CropPreprocessor": "cpu_crop",
     "DaliPreprocessor": "dali",
     "DecodeLimits": "limits",
+    "crop": "antialias",
     "decode_image": "decode",
     "decode_reference": "reference_decode",
     "fit": "antialias",
     "geometry": "antialias",
+    "input_pipeline": "dali",
     "letterbox": "reference",
     "letterbox_geometry": "reference",
-    "letterbox_pipeline": "dali",
     "normalise": "reference",
     "parse_box": "prompts",
     "parse_point": "prompts",

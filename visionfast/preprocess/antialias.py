@@ -1,16 +1,19 @@
-"""The antialiased resizes of SAM and SAM 2 in NumPy: the definition that every fast version is tested against.
+"""The antialiased resizes of SAM, SAM 2 and DINO in NumPy: the definition that every fast version is tested against.
 
-A triangle filter as wide as the reduction, pixel centres at halves; what would lie outside the image is left out and
-the other weights scaled to a sum of 1.
-
-SAM's predictor resizes 8-bit pixels with Pillow (`Image.resize(…, BILINEAR)`, `src/libImaging/Resample.c`), whose
-fixed-point arithmetic is repeated here to the last bit: rows, rounded to 8 bits, then columns. Pillow 13 takes the
-columns first where it expects that to be faster (tall images; python-pillow/Pillow#9549), so that single pixels of its
-result are another level. Here the order is that of all Pillows before, which SAM was trained and published with.
+SAM's and DINO's resize 8-bit pixels with Pillow (`Image.resize(…, BILINEAR)` and `BICUBIC`), whose fixed-point
+arithmetic is repeated here to the last bit: rows, rounded and clipped to 8 bits, then columns. Pillow 13 takes the
+columns first where it expects that to be faster (python-pillow/Pillow#9549; where the aspect ratio is kept, in images
+more than twice as high as wide), so that single pixels of its result are another level. Here the order is that of all
+Pillows before, which the networks were trained and published with, but for images so tall that it would cost gigabytes
+(`rows_first`).
 
 SAM 2's predictor resizes real numbers with torchvision (`Resize(antialias=True)`), in single precision. To 1024 × 1024
 it is at most 3e-7 away from what is here, in units of 1.0 = level 255 (torch 2.14, noise of 60 sizes up to 3000 ×
 3000); to sizes that are no powers of two, ten times as far, for it computes its positions in single precision too.
+
+DINO's images are cropped after the resize, as torchvision does it (`Resize(256, BICUBIC)`, `CenterCrop(224)`). Only the
+pixels that are kept are computed, with the weights of the whole: 1 × 100,000,000 pixels are not to become 256 ×
+25,600,000,000.
 """
 
 from __future__ import annotations
@@ -22,84 +25,99 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import OptionError, ShapeError
+from visionfast.preprocess.filters import FRACTION_BITS, Filter, cubic, fixed_point, triangle
 from visionfast.preprocess.reference import normalise
 from visionfast.types import Letterbox, PreprocessSpec
 
 __all__ = [
     "check_image",
+    "crop",
     "fit",
     "geometry",
     "padding",
     "resize_antialias_float",
     "resize_antialias_u8",
+    "rows_first",
     "triangle",
+    "window_of",
 ]
 
-_FRACTION_BITS = 22  # of Pillow's weights: 32, less 8 of the pixel and 2 to spare
+_HALFWAY_PIXELS = 1 << 25  # 100 MB: what is 150,000 pixels high may be made 224 wide
 
 
 def geometry(image_hw: tuple[int, int], spec: PreprocessSpec) -> Letterbox:
     """Where an image of `image_hw` pixels lies in the network's input.
 
     `longest-side`: as SAM's `ResizeLongestSide` has it, halves rounded up; a side that would vanish has one pixel.
+    `centre-crop`: as torchvision's `Resize(side)` and `CenterCrop` have it for squares: the longer side is rounded
+    down, and half of what is cut off to the even number. Other inputs alike: the image just covers `cover_hw`.
 
     Raises:
-        OptionError: `spec` is of another resize, or `longest-side` with an input that is not square.
+        OptionError: `spec` is of another resize, `longest-side` with an input that is not square, or `centre-crop`
+            without a `cover_hw` of at least `size_hw`.
         ShapeError: a side that is not at least 1.
     """
     (image_h, image_w), (h, w) = image_hw, spec.size_hw
     if min(image_h, image_w, h, w) < 1:
         raise ShapeError(f"image: expected sides of at least 1 pixel, got {image_hw} into {spec.size_hw}")
-    if spec.interpolation == "bicubic-antialias" and spec.resize == "centre-crop" and spec.cover_hw is not None:
-        cover_h, cover_w = spec.cover_hw
-        # torchvision's `Resize(side)` of a square, and `CenterCrop`: what is longer is rounded down, halves to even.
-        if cover_h * image_w >= cover_w * image_h:
-            new_h, new_w = cover_h, int(cover_h * image_w / image_h)
-        else:
-            new_h, new_w = int(cover_w * image_h / image_w), cover_w
-        top, left = round((new_h - h) / 2), round((new_w - w) / 2)
-        return Letterbox((image_h, image_w), (h, w), (new_h, new_w), -top, -left, new_h / image_h)
-    if spec.resize == "stretch" and spec.interpolation in ("bilinear-antialias", "bicubic-antialias"):
-        return Letterbox((image_h, image_w), (h, w), (h, w), 0, 0, min(h / image_h, w / image_w))
-    if spec.interpolation == "bilinear-antialias" and spec.resize == "longest-side" and h == w:
-        gain = h / max(image_h, image_w)
-        new_h, new_w = max(1, int(image_h * gain + 0.5)), max(1, int(image_w * gain + 0.5))
-        return Letterbox((image_h, image_w), (h, w), (new_h, new_w), 0, 0, gain)
+    match (spec.resize, spec.interpolation):
+        case ("stretch", "bilinear-antialias" | "bicubic-antialias"):
+            return Letterbox((image_h, image_w), (h, w), (h, w), 0, 0, min(h / image_h, w / image_w))
+        case ("longest-side", "bilinear-antialias") if h == w:
+            gain = h / max(image_h, image_w)
+            new_h, new_w = max(1, int(image_h * gain + 0.5)), max(1, int(image_w * gain + 0.5))
+            return Letterbox((image_h, image_w), (h, w), (new_h, new_w), 0, 0, gain)
+        case ("centre-crop", "bicubic-antialias"):
+            cover_h, cover_w = spec.cover_hw or (0, 0)
+            if cover_h < h or cover_w < w:
+                raise OptionError(f"preprocess: cover_hw: expected at least {spec.size_hw}, got {spec.cover_hw}")
+            new_h = max(cover_h, int(cover_w * image_h / image_w))
+            new_w = max(cover_w, int(cover_h * image_w / image_h))
+            top, left = round((new_h - h) / 2), round((new_w - w) / 2)
+            gain = max(cover_h / image_h, cover_w / image_w)
+            return Letterbox((image_h, image_w), (h, w), (new_h, new_w), -top, -left, gain)
     raise OptionError(
         "preprocess: expected bilinear-antialias with stretch, or with longest-side into a square, "
+        "or bicubic-antialias with stretch or centre-crop, "
         f"got {spec.interpolation} with {spec.resize} into {spec.size_hw}"
     )
 
 
-def triangle(
-    length: int, source: int, first: int = 0, last: int | None = None
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The filter's weights for output pixels `first` to `last` of `length`, made from `source` pixels.
+def rows_first(image_hw: tuple[int, int], width: int) -> bool:
+    """Whether an image's rows are made `width` pixels long before its columns are resized.
 
-    Returns:
-        start: (n,) the first pixel that counts for each; never falls from one to the next.
-        weights: (n, K) of that pixel and those behind it, each row with a sum of 1. Beyond the filter, and so beyond
-            the image, they are 0.
+    Not where that would make so many more pixels that no one has the memory.
     """
-    scale = source / length
-    width = max(scale, 1.0)  # half the filter's; an enlargement interpolates between two neighbours
-    centre = (np.arange(first, length if last is None else last) + 0.5) * scale
-    start = np.maximum((centre - width + 0.5).astype(np.int64), 0)
-    end = np.minimum((centre + width + 0.5).astype(np.int64), source)
-    pixels = start[:, None] + np.arange((end - start).max())  # (n, K)
-    weights = np.maximum(1 - np.abs((pixels - centre[:, None] + 0.5) * (1 / width)), 0)
-    weights[pixels >= end[:, None]] = 0
-    # One after the other, as Pillow adds them up: another order may differ in the last bit.
-    return start, weights / np.add.accumulate(weights, axis=1)[:, -1:]
+    image_h, image_w = image_hw
+    return width <= image_w or image_h * width <= _HALFWAY_PIXELS
 
 
-def resize_antialias_u8(image: npt.NDArray[np.uint8], size_hw: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Pillow's two passes, rows and then columns, each rounded to 8 bits (halves up): (H, W, C) u8 → (h, w, C) u8."""
-    for axis in (1, 0):
-        start, real = triangle(size_hw[axis], image.shape[axis])
-        weights = (0.5 + real * (1 << _FRACTION_BITS)).astype(np.int64)
-        sums = _weighted(image.astype(np.int64), start, weights, axis)
-        image = np.clip((sums + (1 << _FRACTION_BITS - 1)) >> _FRACTION_BITS, 0, 255).astype(np.uint8)
+def resize_antialias_u8(
+    image: npt.NDArray[np.uint8],
+    size_hw: tuple[int, int],
+    weigh: Filter = triangle,
+    *,
+    window: tuple[slice, slice] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """Pillow's two passes, each rounded to 8 bits (halves up) and clipped: (H, W, C) u8 → (h, w, C) u8.
+
+    Args:
+        image: pixels.
+        size_hw: of the whole result.
+        weigh: `triangle` or `cubic`.
+        window: the rows and columns of the result that are wanted, with their ends; default: all.
+    """
+    kept = window or (slice(0, size_hw[0]), slice(0, size_hw[1]))
+    start, real = weigh(size_hw[0], image.shape[0], kept[0].start, kept[0].stop)
+    image = image[start[0] : start[-1] + real.shape[1]]  # only these rows count
+    down = (start - start[0], real)
+    across = weigh(size_hw[1], image.shape[1], kept[1].start, kept[1].stop)
+    passes = [(1, *across), (0, *down)]
+    if not rows_first(image.shape[:2], kept[1].stop - kept[1].start):
+        passes.reverse()
+    for axis, first, weights in passes:
+        sums = _weighted(image.astype(np.int64), first, fixed_point(weights), axis)
+        image = np.clip((sums + (1 << FRACTION_BITS - 1)) >> FRACTION_BITS, 0, 255).astype(np.uint8)
     return image
 
 
@@ -124,6 +142,26 @@ def _weighted(
     return total
 
 
+def crop(image: npt.NDArray[np.uint8], spec: PreprocessSpec) -> tuple[npt.NDArray[np.uint8], Letterbox]:
+    """An image as DINO looks at it, `centre-crop` or `stretch`: (H, W, 3) u8 → (h, w, 3) u8, and where it lies.
+
+    Raises:
+        ShapeError: the image is not (H, W, 3) u8 with at least one pixel.
+        OptionError: `spec` is of another resize.
+    """
+    check_image(image)
+    placed = geometry(image.shape[:2], spec)
+    if spec.interpolation != "bicubic-antialias":
+        raise OptionError(f"preprocess: expected bicubic-antialias, got {spec.interpolation}")
+    return resize_antialias_u8(image, placed.resized_hw, cubic, window=window_of(placed)), placed
+
+
+def window_of(placed: Letterbox) -> tuple[slice, slice]:
+    """The rows and the columns of the resized image that are the network's input, where none are padded."""
+    (h, w), top, left = placed.size_hw, -placed.top, -placed.left
+    return slice(top, top + h), slice(left, left + w)
+
+
 def fit(image: npt.NDArray[np.uint8], spec: PreprocessSpec) -> tuple[npt.NDArray[np.float32], Letterbox]:
     """An image as the network takes it: resized, normalised, padded. (H, W, 3) u8 → (3, h, w) f32, and where it lies.
 
@@ -134,6 +172,9 @@ def fit(image: npt.NDArray[np.uint8], spec: PreprocessSpec) -> tuple[npt.NDArray
         OptionError: as for `geometry`.
     """
     check_image(image)
+    if spec.interpolation == "bicubic-antialias":
+        canvas, placed = crop(image, spec)
+        return normalise(canvas, spec), placed
     placed = geometry(image.shape[:2], spec)
     resize: Callable[..., npt.NDArray[Any]] = (
         resize_antialias_float if spec.resize == "stretch" else resize_antialias_u8

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ShapeError
-from visionfast.preprocess.reference import letterbox_geometry, normalise
+from visionfast.preprocess.levels import LevelTables, check_array
+from visionfast.preprocess.reference import letterbox_geometry
 from visionfast.types import Letterbox, PreprocessSpec
 
 __all__ = ["CpuPreprocessor"]
@@ -23,12 +24,7 @@ class CpuPreprocessor:
 
     def __init__(self, spec: PreprocessSpec) -> None:
         self.spec = spec
-        # Eight bits have 256 values: a table of the definition's own results is exact and the fastest way.
-        levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # (1, 256, 3)
-        self._tables = {
-            np.dtype(dtype): normalise(levels, spec, dtype)[:, 0]  # (3, 256)
-            for dtype in (np.float32, np.float16)
-        }
+        self._levels = LevelTables(spec)
         self._planes = [np.empty(spec.size_hw, np.uint8) for _ in range(3)]
 
     def write(self, image: npt.NDArray[np.uint8], slot: npt.NDArray[np.uint8]) -> Letterbox:
@@ -39,7 +35,7 @@ class CpuPreprocessor:
         """
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or image.size == 0:
             raise ShapeError(f"image: expected (H, W, 3) uint8, got {image.shape} {image.dtype.name}")
-        _check(slot, "slot", (*self.spec.size_hw, 3), (np.uint8,))
+        check_array(slot, "slot", (*self.spec.size_hw, 3), (np.uint8,))
         geometry = letterbox_geometry(image.shape[:2], self.spec.size_hw)
         (new_h, new_w), top, left = geometry.resized_hw, geometry.top, geometry.left
         bottom, right = top + new_h, left + new_w
@@ -63,21 +59,4 @@ class CpuPreprocessor:
         Raises:
             ShapeError: `canvas` or `out` is not of that shape and dtype, or not C-contiguous.
         """
-        h, w = self.spec.size_hw
-        _check(canvas, "canvas", (len(canvas), h, w, 3), (np.uint8,))
-        _check(out, "out", (len(canvas), 3, h, w), (np.float32, np.float16))
-        tables = self._tables[out.dtype]
-        if out.dtype == np.float16:  # cv2 has no tables of halves; it only moves their bits
-            tables, out = tables.view(np.int16), out.view(np.int16)
-        for pixels, planes in zip(canvas, out, strict=True):
-            for channel, table, plane in zip(cv2.split(pixels, self._planes), tables, planes, strict=True):
-                looked_up = cv2.LUT(channel, table, dst=plane)
-                assert looked_up is plane
-
-
-def _check(array: npt.NDArray[Any], name: str, shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> None:
-    if array.shape != shape or array.dtype not in dtypes:
-        words = " or ".join(np.dtype(dtype).name for dtype in dtypes)
-        raise ShapeError(f"{name}: expected {shape} {words}, got {array.shape} {array.dtype.name}")
-    if not array.flags.c_contiguous:
-        raise ShapeError(f"{name}: expected a C-contiguous array, got strides {array.strides}")
+        self._levels.normalise(canvas, out, self._planes)

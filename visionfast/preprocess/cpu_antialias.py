@@ -11,10 +11,8 @@ where the image itself is read, since its pixels have to be converted, and of 32
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import cv2
@@ -22,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from visionfast.errors import ShapeError
-from visionfast.preprocess.antialias import check_image, geometry, padding, triangle
-from visionfast.preprocess.reference import normalise
+from visionfast.errors import OptionError, ShapeError
+from visionfast.preprocess.antialias import check_image, geometry, padding
+from visionfast.preprocess.bands import Band, BandedResize, product
+from visionfast.preprocess.filters import triangle
+from visionfast.preprocess.levels import LevelTables
 from visionfast.types import Letterbox, PreprocessSpec
 
 __all__ = ["AntialiasPreprocessor"]
@@ -41,18 +41,16 @@ class AntialiasPreprocessor:
     """
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        geometry((1, 1), spec)  # raises for a resize that is not done here
+        geometry((1, 1), spec)  # raises for a resize that is not there
+        if spec.interpolation != "bilinear-antialias":
+            raise OptionError(f"preprocess: expected bilinear-antialias, got {spec.interpolation}")
         self.spec = spec
         self._padding = padding(spec)  # (3,)
-        levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # (1, 256, 3)
-        self._tables = {
-            np.dtype(dtype): normalise(levels, spec, dtype)[:, 0]  # (3, 256)
-            for dtype in (np.float32, np.float16)
-        }
+        self._levels = LevelTables(spec)
         std = np.array(spec.std)
         self._gain = (1 / (255 * std)).astype(np.float32)
         self._offset = (np.array(spec.mean) / std).astype(np.float32)
-        self._levels, self._strip, self._halfway = _Scratch(np.uint8), _Scratch(np.float32), _Scratch(np.float32)
+        self._bytes, self._strip, self._halfway = _Scratch(np.uint8), _Scratch(np.float32), _Scratch(np.float32)
         self._plane = _Scratch(np.float32)
 
     def write(self, image: npt.NDArray[np.uint8], out: npt.NDArray[Any]) -> Letterbox:
@@ -84,13 +82,8 @@ class AntialiasPreprocessor:
 
     def _longest_side(self, image: npt.NDArray[np.uint8], placed: Letterbox, planes: npt.NDArray[Any]) -> None:
         new_h, new_w = placed.resized_hw
-        tables = self._tables[planes.dtype]
-        if planes.dtype == np.float16:  # cv2 has no tables of halves; it only moves their bits
-            tables, planes = tables.view(np.int16), planes.view(np.int16)
-        for channel, table, plane in zip(self._resized(image, placed), tables, planes, strict=True):
-            inside = plane[:new_h, :new_w]
-            looked_up = cv2.LUT(channel, table, dst=inside)
-            assert looked_up is inside  # cv2 makes a new array, silently, where size or dtype do not fit
+        inside = planes[:, :new_h, :new_w]
+        self._levels.planes(self._resized(image, placed), inside, planes.dtype)
 
     def _resized(self, image: npt.NDArray[np.uint8], placed: Letterbox) -> Iterator[npt.NDArray[np.uint8]]:
         """The three channels of the resized image, (new_h, new_w) u8 each."""
@@ -115,21 +108,21 @@ class AntialiasPreprocessor:
             if rows_first:
                 halfway = self._halfway.of((h, image_w))
                 for band in _bands(h, image_h, 8):
-                    _product(band.weights, self._real(image[band.taken], i), halfway[band.made])
+                    product(band.weights, self._real(image[band.taken], i), halfway[band.made])
                 for band in _bands(w, image_w, 32):
-                    _product(halfway[:, band.taken], band.weights.T, resized[:, band.made])
+                    product(halfway[:, band.taken], band.weights.T, resized[:, band.made])
             else:
                 halfway = self._halfway.of((image_h, w))
                 for band in _bands(w, image_w, 8):
-                    _product(self._real(image[:, band.taken], i), band.weights.T, halfway[:, band.made])
+                    product(self._real(image[:, band.taken], i), band.weights.T, halfway[:, band.made])
                 for band in _bands(h, image_h, 32):
-                    _product(band.weights, halfway[band.taken], resized[band.made])
+                    product(band.weights, halfway[band.taken], resized[band.made])
             resized *= self._gain[i]
             np.subtract(resized, self._offset[i], out=plane, casting="same_kind")
 
     def _channel(self, image: npt.NDArray[np.uint8], index: int) -> npt.NDArray[np.uint8]:
         """One channel of (n, m, 3) u8, in a buffer that the next call overwrites."""
-        channel = self._levels.of(image.shape[:2])
+        channel = self._bytes.of(image.shape[:2])
         extracted = cv2.extractChannel(image, index, dst=channel)
         assert extracted is channel
         return channel
@@ -154,53 +147,5 @@ class _Scratch:
         return self._buffer[:size].reshape(shape)
 
 
-# ---- a resize as a product with a banded matrix -----------------------------------------------------------
-
-_LONG = 1 << 16  # a longer side than a JPEG's: its matrix is made band by band, and not kept
-
-# OpenBLAS computes a product of no more than 2^18 multiplications on the calling thread. It shares out a larger one to
-# threads that spin until they are all done: where other work had the cores, 12 megapixels took 4.3 s instead of 0.35.
-_ONE_THREAD = 1 << 18
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Band:
-    """Some of a resize's rows: `result[made] = weights @ source[taken]`."""
-
-    made: slice
-    taken: slice
-    weights: npt.NDArray[np.float32]
-
-
-def _bands(length: int, source: int, size: int) -> Iterable[_Band]:
-    """The bands of at most `size` rows of the matrix that makes `length` pixels from `source`."""
-    return _made_bands(length, source, 1) if source > _LONG else _kept_bands(length, source, size)
-
-
-def _made_bands(length: int, source: int, size: int) -> Iterator[_Band]:
-    for first in range(0, length, size):
-        last = min(first + size, length)
-        start, weights = triangle(length, source, first, last)  # (n,), (n, K)
-        offset = start - start[0]
-        band = np.zeros((last - first, offset[-1] + weights.shape[1]), np.float32)
-        np.put_along_axis(band, offset[:, None] + np.arange(weights.shape[1]), weights.astype(np.float32), axis=1)
-        taken = slice(int(start[0]), min(int(start[0]) + band.shape[1], source))
-        yield _Band(slice(first, last), taken, band[:, : taken.stop - taken.start])  # weights beyond the image are 0
-
-
-@functools.lru_cache(maxsize=8)
-def _kept_bands(length: int, source: int, size: int) -> tuple[_Band, ...]:
-    return tuple(_made_bands(length, source, size))
-
-
-def _product(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
-    """`out = a @ b`, (m, k) and (k, n), in pieces that the BLAS does not share out to threads of its own."""
-    (m, k), n = a.shape, b.shape[1]
-    if m > n:
-        piece = max(1, _ONE_THREAD // (k * n))
-        for i in range(0, m, piece):
-            np.matmul(a[i : i + piece], b, out=out[i : i + piece])
-    else:
-        piece = max(1, _ONE_THREAD // (k * m))
-        for i in range(0, n, piece):
-            np.matmul(a, b[:, i : i + piece], out=out[:, i : i + piece])
+def _bands(length: int, source: int, rows: int) -> Iterator[Band]:
+    return BandedResize(triangle, length, source, rows).bands()

@@ -21,14 +21,14 @@ import numpy.typing as npt
 
 from visionfast.errors import BackendError, BackendUnavailableError, ImageError, OptionError
 from visionfast.preprocess.cpu import CpuPreprocessor
-from visionfast.preprocess.dali_admission import admit, scan_damage
+from visionfast.preprocess.cpu_crop import CropPreprocessor
+from visionfast.preprocess.dali_admission import admit, scan_damage, too_long
 from visionfast.preprocess.dali_batch import CpuDecode, DaliBatch, DaliRow, DaliRun
-from visionfast.preprocess.dali_graph import ENCODED, DaliDevice, DaliDtype, letterbox_pipeline, trailer
+from visionfast.preprocess.dali_graph import ENCODED, DaliDevice, DaliDtype, input_pipeline, placement, trailer
 from visionfast.preprocess.decode import DecodeLimits, decode_image
-from visionfast.preprocess.reference import letterbox_geometry
 from visionfast.types import Letterbox, PreprocessSpec
 
-__all__ = ["CpuDecode", "DaliBatch", "DaliPreprocessor", "DaliRow", "DaliRun", "letterbox_pipeline"]
+__all__ = ["CpuDecode", "DaliBatch", "DaliPreprocessor", "DaliRow", "DaliRun", "input_pipeline"]
 
 _SERIALS = 2**31  # then they begin again
 
@@ -45,13 +45,13 @@ class _Admitted:
 
 
 class DaliPreprocessor:
-    """Encoded images → network inputs through `letterbox_pipeline`. Not for several threads at once.
+    """Encoded images → network inputs through `input_pipeline`. Not for several threads at once.
 
     Only what DALI decodes as the definition does reaches it (`dali_admission.admit`); the rest comes back as
     `CpuDecode`, or as the error that says what is wrong. A context manager.
 
     Args:
-        spec: the letterbox and the normalisation.
+        spec: the resize and the normalisation, as in `input_pipeline`.
         batch: images at most in one run of the graph; more are several runs.
         device: `cpu`; `mixed` leaves the inputs on the GPU.
         dtype: of the inputs; `uint8` for engines that normalise inside.
@@ -61,11 +61,11 @@ class DaliPreprocessor:
         stream: for `mixed`, the CUDA stream that the inputs are for: a torch stream, a `cuda.core` one or anything
             else with `__cuda_stream__`, or a handle. Without one, each run waits until the device is done.
         check_scans: look for damage inside a JPEG's scans too (`DaliBatch.damage`), for half a decode's CPU time.
-        hw_decoder_load, expected_hw: as in `letterbox_pipeline`.
+        hw_decoder_load, expected_hw: as in `input_pipeline`.
 
     Raises:
         BackendUnavailableError: DALI is not installed; for `mixed` also where there is no NVIDIA driver.
-        OptionError: an option that does not exist.
+        OptionError: an option or a resize that does not exist.
     """
 
     def __init__(
@@ -139,7 +139,10 @@ class DaliPreprocessor:
             if isinstance(admission, str):
                 answers[index] = CpuDecode(index, admission)
                 continue
-            letterbox = letterbox_geometry(admission.image_hw, self.spec.size_hw)
+            letterbox = placement(admission.image_hw, self.spec)
+            if reason := too_long(letterbox, self.spec):
+                answers[index] = CpuDecode(index, reason)
+                continue
             admitted.append(_Admitted(index, admission.encoded, letterbox))
             if self._checkers is not None:
                 checks[index] = self._checkers.submit(scan_damage, data, limits=self.limits, name=name)
@@ -259,7 +262,7 @@ class DaliPreprocessor:
 
     def _built(self) -> Any:
         """A pipeline that has run: what the first run allocates is not paid for by a request."""
-        pipeline = letterbox_pipeline(self.spec, with_trailer=True, **self._options)
+        pipeline = input_pipeline(self.spec, with_trailer=True, **self._options)
         try:
             pipeline.build()
         except RuntimeError as error:
@@ -279,7 +282,7 @@ class DaliPreprocessor:
         import simplejpeg
 
         data = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
-        self._outputs([(data, letterbox_geometry((16, 16), self.spec.size_hw))] * n)
+        self._outputs([(data, placement((16, 16), self.spec))] * n)
 
     def _without_dali(self, data: bytes, index: int) -> tuple[npt.NDArray[Any], Letterbox] | ImageError:
         try:
@@ -287,7 +290,7 @@ class DaliPreprocessor:
         except ImageError as error:
             return error
         h, w = self.spec.size_hw
-        cpu = CpuPreprocessor(self.spec)
+        cpu = CpuPreprocessor(self.spec) if self.spec.resize == "letterbox" else CropPreprocessor(self.spec)
         canvas = np.empty((h, w, 3), np.uint8)
         letterbox = cpu.write(pixels, canvas)
         if self.dtype == "uint8":

@@ -15,8 +15,11 @@ from visionfast.errors import ImageError
 from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.formats import JpegHeader, png_essentials, read_jpeg_header, sniff
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.types import Letterbox, PreprocessSpec
 
-__all__ = ["Admission", "admit", "scan_damage"]
+__all__ = ["Admission", "admit", "scan_damage", "too_long"]
+
+_LONGEST = 16  # times as long as it is wide, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,19 @@ def admit(data: bytes, *, limits: DecodeLimits, name: str) -> Admission | str:
             return f"a PNG of {depth} bits and colour type {colour_type}, or with a transparent colour"
         return Admission(encoded, image_hw) if orientation == 1 else "a PNG that is not upright"
     return f"a {kind}"
+
+
+def too_long(placed: Letterbox, spec: PreprocessSpec) -> str:
+    """Why an image of this shape is not for DALI, in a few words; empty where it is.
+
+    DALI makes the whole image that a `centre-crop` is the middle of, and whole rows of a `stretch`: 1 × 5,000 pixels
+    became 256 × 1,280,000. The CPU's preprocessor computes what is looked at.
+    """
+    (image_h, image_w), (h, w) = placed.image_hw, spec.cover_hw or spec.size_hw
+    ratio = max(image_h * w / (image_w * h), image_w * h / (image_h * w))
+    if spec.resize == "letterbox" or ratio <= _LONGEST:
+        return ""
+    return f"{image_w}×{image_h} pixels are {ratio:.0f} times longer than the input"
 
 
 def _plain_jpeg(data: bytes, header: JpegHeader) -> bytes:

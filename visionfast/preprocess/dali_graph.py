@@ -1,10 +1,15 @@
-"""Decode, letterbox and normalise as one DALI graph: on the GPU (`mixed`), and on the CPU the same for the tests.
+"""Decode, resize and normalise as one DALI graph: on the GPU (`mixed`), and on the CPU the same for the tests.
 
 Facts that shaped it (DALI 2.4):
 
 - The decoder's `ANY_DATA` output crashes the process on a grey JPEG, so only RGB is asked for.
 - `mode="not_larger"` with a centred crop is not the letterbox; the size and the corner computed beforehand are.
-- Computing them in the graph takes forty small operators, more than the rest of the graph's own overhead, so
+- Its cubic filter is Pillow's, in real numbers (weights within 1e-3). Both passes in one operator keep what overshoots
+  black and white between them, where Pillow clips it to 8 bits: noise in black and white came out 30 levels off. An
+  operator for each pass is within 2 levels of the definition. But where the filter reaches beyond the image DALI
+  repeats the edge, and Pillow leaves out what is not there: the outermost two pixels of a reduction, which a
+  `centre-crop` cuts off and a `stretch` shows, differ by a twelfth of the contrast at worst, twice that in a corner.
+- Computing size and corner in the graph takes forty small operators, more than the rest of the graph's own overhead, so
   whoever has read the header already tells them (`trailer`).
 - After a batch that fails, a second external source may stay one batch behind the first. So there is one, and
   what belongs to an image travels inside its bytes.
@@ -21,9 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import BackendUnavailableError, OptionError
+from visionfast.preprocess.antialias import geometry
+from visionfast.preprocess.reference import letterbox_geometry
 from visionfast.types import Letterbox, PreprocessSpec
 
-__all__ = ["ENCODED", "DaliDevice", "DaliDtype", "letterbox_pipeline", "trailer"]
+__all__ = ["ENCODED", "DaliDevice", "DaliDtype", "input_pipeline", "placement", "trailer"]
 
 DaliDevice: TypeAlias = Literal["cpu", "mixed"]
 DaliDtype: TypeAlias = Literal["uint8", "float32", "float16"]
@@ -36,6 +43,22 @@ _TRAILER_BYTES = 5 * _TRAILER.itemsize
 _PREALLOCATED_PIXELS = 2**26  # of a whole batch: about 200 MB
 
 
+def placement(image_hw: tuple[int, int], spec: PreprocessSpec) -> Letterbox:
+    """Where the graph puts an image of `image_hw` pixels.
+
+    Raises:
+        OptionError: the graph has no such resize: it has the letterbox, and DINO's two.
+    """
+    if (spec.resize, spec.interpolation) == ("letterbox", "bilinear"):
+        return letterbox_geometry(image_hw, spec.size_hw)
+    if spec.interpolation == "bicubic-antialias":
+        return geometry(image_hw, spec)
+    raise OptionError(
+        "DALI: expected letterbox with bilinear, or centre-crop or stretch with bicubic-antialias, "
+        f"got {spec.resize} with {spec.interpolation}; the CPU's preprocessors have it"
+    )
+
+
 def trailer(serial: int, letterbox: Letterbox) -> npt.NDArray[np.int32]:
     """(5,) int32: what goes, as little-endian bytes, behind an image's own for a pipeline with `with_trailer`.
 
@@ -45,7 +68,7 @@ def trailer(serial: int, letterbox: Letterbox) -> npt.NDArray[np.int32]:
     return np.array([serial, resized_h, resized_w, -top, -left], _TRAILER)
 
 
-def letterbox_pipeline(
+def input_pipeline(
     spec: PreprocessSpec,
     *,
     batch: int,
@@ -64,13 +87,13 @@ def letterbox_pipeline(
     on the GPU; and (2,) int64 on the CPU, the original `(H, W)` after orientation, as DALI reads it.
 
     Args:
-        spec: the letterbox and the normalisation.
+        spec: the resize, `letterbox`, or `centre-crop` or `stretch` with `bicubic-antialias`; and the normalisation.
         batch: images at most in a run.
         device: `cpu`; `mixed` decodes on the GPU and leaves the images there.
         dtype: of the images; `uint8` for engines that normalise inside.
         threads: CPU threads for decoding.
         device_id: the GPU for `mixed`; None for the one that is current when the pipeline is built.
-        with_trailer: every image's bytes end with its `trailer`. The letterbox is then the one that it says,
+        with_trailer: every image's bytes end with its `trailer`. Size and place are then those that it says,
             and it comes out as a third output, (5,) int32 on the CPU.
         hw_decoder_load: the share of a batch that goes to the hardware JPEG decoder, where the GPU has one; the
             rest is decoded beside it. DALI's default; 0 for none.
@@ -79,8 +102,9 @@ def letterbox_pipeline(
 
     Raises:
         BackendUnavailableError: DALI is not installed.
-        OptionError: a device, dtype, load or size that does not exist.
+        OptionError: a device, dtype, load, size or resize that does not exist.
     """
+    placement((1, 1), spec)
     if device not in _DEVICES:
         raise OptionError(f"device: expected cpu or mixed, got {device!r}")
     if dtype not in _DTYPES:
@@ -118,8 +142,13 @@ def letterbox_pipeline(
             told = fn.reinterpret(encoded[-_TRAILER_BYTES:], dtype=types.INT32)  # (5,)
             resized_hw, start = fn.cast(told[1:3], dtype=types.FLOAT), told[3:5]
         else:
-            resized_hw, start = _geometry(image_hw, spec.size_hw, fn, math, types)
-        image = fn.resize(image, size=resized_hw, interp_type=types.INTERP_LINEAR, antialias=False)
+            resized_hw, start = _geometry(image_hw, spec, fn, math, types)
+        if spec.resize == "letterbox":
+            image = fn.resize(image, size=resized_hw, interp_type=types.INTERP_LINEAR, antialias=False)
+        else:
+            rows_only = fn.stack(fn.cast(image_hw[0], dtype=types.FLOAT), resized_hw[1])
+            for passed_hw in (rows_only, resized_hw):
+                image = fn.resize(image, size=passed_hw, interp_type=types.INTERP_CUBIC, antialias=True)
         image = fn.slice(
             image,
             start=start,
@@ -151,16 +180,27 @@ def _dali() -> tuple[Any, Any, Any, Any]:
     return dali, fn, math, types
 
 
-def _geometry(image_hw: Any, size_hw: tuple[int, int], fn: Any, math: Any, types: Any) -> tuple[Any, Any]:
-    """`reference.letterbox_geometry` as a DALI expression: (2,) f32 resized `(h, w)`, (2,) i32 `(-top, -left)`.
-
-    In double precision. Half the padding is rounded down: that is what `round(padding / 2 - 0.1)` comes to.
-    """
+def _geometry(image_hw: Any, spec: PreprocessSpec, fn: Any, math: Any, types: Any) -> tuple[Any, Any]:
+    """`placement` as a DALI expression: (2,) f32 resized `(h, w)`, (2,) i32 `(-top, -left)`. In double precision."""
+    if spec.resize == "stretch":
+        return fn.constant(fdata=list(map(float, spec.size_hw))), fn.constant(idata=[0, 0])
     sides = fn.cast(image_hw, dtype=types.FLOAT64)
-    gain = math.min(size_hw[0] / sides[0], size_hw[1] / sides[1])
-    resized = [math.max(_round_half_even(sides[axis] * gain, math), 1.0) for axis in (0, 1)]
-    corner = [math.floor((side - length) / 2) for side, length in zip(size_hw, resized, strict=True)]
-    return fn.cast(fn.stack(*resized), dtype=types.FLOAT), fn.cast(-fn.stack(*corner), dtype=types.INT32)
+    if spec.resize == "letterbox":
+        gain = math.min(spec.size_hw[0] / sides[0], spec.size_hw[1] / sides[1])
+        resized = [math.max(_round_half_even(sides[axis] * gain, math), 1.0) for axis in (0, 1)]
+        # Half the padding is rounded down: that is what `round(padding / 2 - 0.1)` comes to.
+        corner = [-math.floor((side - length) / 2) for side, length in zip(spec.size_hw, resized, strict=True)]
+    else:
+        assert spec.cover_hw is not None  # `placement` has seen to it
+        cover_h, cover_w = spec.cover_hw
+        resized = [
+            math.max(math.floor(cover_w * sides[0] / sides[1]), float(cover_h)),
+            math.max(math.floor(cover_h * sides[1] / sides[0]), float(cover_w)),
+        ]
+        corner = [
+            _round_half_even((length - side) / 2, math) for side, length in zip(spec.size_hw, resized, strict=True)
+        ]
+    return fn.cast(fn.stack(*resized), dtype=types.FLOAT), fn.cast(fn.stack(*corner), dtype=types.INT32)
 
 
 def _round_half_even(value: Any, math: Any) -> Any:

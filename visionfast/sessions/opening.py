@@ -82,10 +82,20 @@ def open_embed_session(spec: ModelSpec, engines: Sequence[Runner | DeviceEngine]
     Raises:
         BackendError: the runtime failed; the engines are closed then.
     """
+    runners = [engine for engine in engines if not isinstance(engine, DeviceEngine)]
+    if len(runners) < len(engines):
+        from visionfast.sessions.embed_cuda import CudaEmbedSession
+
+        (engine,) = (engine for engine in engines if isinstance(engine, DeviceEngine))
+        return CudaEmbedSession(spec, engine, limits=limits)
     from visionfast.sessions.embed_host import HostEmbedSession
 
-    runners = [engine for engine in engines if not isinstance(engine, DeviceEngine)]
-    return HostEmbedSession(spec, runners, limits=limits)
+    try:
+        return HostEmbedSession(spec, runners, limits=limits)
+    except BaseException:
+        for runner in runners:
+            runner.close()
+        raise
 
 
 def _has_dali(engine: DeviceEngine) -> bool:

@@ -1,0 +1,136 @@
+"""The image files under a folder, known by their suffixes. Paths are bytes here: a file's name need not be text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from visionfast.errors import OptionError
+
+__all__ = ["IMAGE_SUFFIXES", "ImageFile", "image_files", "name_bytes", "printable", "shown_name"]
+
+IMAGE_SUFFIXES = frozenset(
+    [
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".png",
+        ".webp",
+        ".bmp",
+        ".dib",
+        ".tif",
+        ".tiff",
+        ".gif",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".jp2",
+        ".avif",
+    ]
+)
+"""Looked for in a folder, in lower case; a file that is named by itself is tried whatever it is called."""
+
+_SUFFIXES = frozenset(suffix.encode() for suffix in IMAGE_SUFFIXES)
+_ESCAPED = re.compile(r"\\x[89a-f][0-9a-f]")
+_INT64_MAX = 2**63 - 1
+
+
+class ImageFile(NamedTuple):
+    """A file as its folder shows it.
+
+    Attributes:
+        path: below the folder that was listed, with `/` between.
+        n_bytes: its size.
+        modified_ns: when it was last written, nanoseconds since 1970.
+    """
+
+    path: bytes
+    n_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: bytes, found: os.stat_result) -> ImageFile:
+        # A file system may know times that int64 does not, which ends in 2262.
+        return cls(path, found.st_size, max(-_INT64_MAX, min(found.st_mtime_ns, _INT64_MAX)))
+
+
+def image_files(folder: str | os.PathLike[str]) -> Iterator[ImageFile]:
+    """Everything below a folder that is called like an image and is no folder, as the disk gives it, in no order.
+
+    Links to files are followed, links to folders are not. A pipe, or a link to nothing, is listed too: whoever reads
+    it says what is wrong with it. Nothing is held but one open folder a level.
+
+    Raises:
+        OptionError: it is no folder, or it or one below it cannot be read.
+    """
+    root = os.fsencode(folder)
+    try:
+        yield from _below(root)
+    except NotADirectoryError:
+        raise OptionError(f"{os.fspath(folder)}: expected a folder with images, got a file") from None
+    except OSError as error:
+        where = error.filename or root
+        name = printable(where if isinstance(where, bytes) else os.fsencode(str(where)))
+        raise OptionError(f"{name}: cannot be read ({error.strerror})") from error
+
+
+def _below(root: bytes) -> Iterator[ImageFile]:
+    levels = [(b"", os.scandir(root))]
+    try:
+        while levels:
+            prefix, entries = levels[-1]
+            entry = next(entries, None)
+            if entry is None:
+                levels.pop()[1].close()
+            elif entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it went away a moment ago
+                    levels.append((prefix + entry.name + b"/", os.scandir(entry.path)))
+            elif os.path.splitext(entry.name)[1].lower() in _SUFFIXES:  # noqa: PTH122
+                with contextlib.suppress(FileNotFoundError):
+                    found = _looked_at(entry)
+                    if not stat.S_ISDIR(found.st_mode):
+                        yield ImageFile.of(prefix + entry.name, found)
+    finally:
+        for _, entries in levels:
+            entries.close()
+
+
+def _looked_at(entry: os.DirEntry[bytes]) -> os.stat_result:
+    """Of what a link points to; of the link itself where that cannot be had."""
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
+
+
+def printable(name: bytes) -> str:
+    """A name as one line of text: what is no UTF-8 as `\\xff`, line breaks as spaces."""
+    return " ".join(name.decode("utf-8", "backslashreplace").splitlines())
+
+
+def shown_name(path: bytes) -> str:
+    """A path as text. One that is UTF-8 is itself; bytes that are none become `\\xff`.
+
+    Then, and where a name only looks as if it had been escaped, a backslash becomes two, so that no two paths look
+    alike and `name_bytes` finds the way back.
+    """
+    with contextlib.suppress(UnicodeDecodeError):
+        text = path.decode("utf-8")
+        if _ESCAPED.search(text) is None:
+            return text
+    return path.replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace")
+
+
+def name_bytes(shown: str) -> bytes:
+    """The path that `shown_name` shows."""
+    if _ESCAPED.search(shown) is None:
+        return shown.encode("utf-8", "surrogateescape")
+    parts = re.split(r"(\\\\|\\x[89a-f][0-9a-f])", shown)
+    escapes = (b"\\" if part == r"\\" else bytes([int(part[2:], 16)]) for part in parts[1::2])
+    return parts[0].encode() + b"".join(
+        escape + text.encode() for escape, text in zip(escapes, parts[2::2], strict=True)
+    )

@@ -14,6 +14,7 @@ STAMP := .venv/installed
 
 # pip writes its progress here; the stamp is made anew when what is to be installed changes.
 # sam2 is what the tests hold SAM 2 against; by itself it would compile a CUDA extension and pin other packages.
+# nvidia-pytriton carries the server; by itself it would bring an old NumPy, which the server does not need.
 # editable_mode=compat: found from the checkout's parent folder too, which has a folder of the package's name.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--config-settings editable_mode=compat --editable '.[dev]'
 	SAM2_BUILD_CUDA=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps sam2==1.1.0
+	$(BIN)/python -m pip install --quiet --no-deps nvidia-pytriton==0.7.0
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -7,9 +7,9 @@
     error         string or null     what is wrong with it, one line
     vector        float32[D]         NaN where there is an error
 
-No vector is null: Arrow reads null lists of a fixed size from Parquet only since 2026 (apache/arrow#35692), and a table
-is for others, too. Under the key `visionfast` the schema's metadata holds a `TableInfo` as JSON. The bytes are those of the same rows
-whichever way they were come by: there is no time of day in them, and no trace of interruptions.
+No vector is null: Arrow reads null lists of a fixed size from Parquet only since 2026 (apache/arrow#35692), and the
+table is for other readers, too. Under the key `visionfast` the schema's metadata holds a `TableInfo` as JSON. The bytes
+are those of the same rows whichever way they were come by: no time of day is in them, and no trace of interruptions.
 """
 
 from __future__ import annotations

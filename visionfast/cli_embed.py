@@ -112,7 +112,7 @@ def _bar() -> Iterator[Progress | None]:
     class Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
             measured = task.speed is not None and (task.elapsed or 0) > 1  # the first few may come all at once
-            return Text(f"{task.speed:.1f} images/s" if measured else "")
+            return Text(f"{task.speed:.1f} images/s" if measured else "– images/s")
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeLeft())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -24,7 +24,10 @@ Every message is one line: what it is about, what was expected, what came, and w
     │   └── SessionBusyError           two threads asked one session at the same time
     ├── BuildError                 the compiler refused the graph, or the result could not be written
     ├── CertificateError           the engine and PyTorch do not agree
-    └── FetchError                 a published file could not be had, or is not the one it should be
+    ├── FetchError                 a published file could not be had, or is not the one it should be
+    └── ServerError                a server is not there, does not start, or does not answer as it should
+        ├── QueueFullError             too many requests wait already; this one was refused at once
+        └── DeadlineError              the answer was not there in the time that it was given
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ __all__ = [
     "BuildError",
     "CertificateError",
     "CheckpointError",
+    "DeadlineError",
     "FetchError",
     "ImageError",
     "ImageFormatError",
@@ -46,6 +50,8 @@ __all__ = [
     "InputError",
     "ManifestError",
     "OptionError",
+    "QueueFullError",
+    "ServerError",
     "SessionBusyError",
     "ShapeError",
     "UnsafeCheckpointError",
@@ -161,3 +167,15 @@ class CertificateError(VisionfastError):
 
 class FetchError(VisionfastError):
     """A published file could not be had, or is not the one that it should be."""
+
+
+class ServerError(VisionfastError):
+    """A server is not there, does not start, does not know the model, or does not answer as visionfast's do."""
+
+
+class QueueFullError(ServerError):
+    """Too many requests wait already: this one was refused at once, and nothing was computed for it."""
+
+
+class DeadlineError(ServerError):
+    """The answer was not there in the time that the request was given."""

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -409,17 +410,44 @@ def test_ctrl_c_while_it_waits() -> None:
         assert len(items) <= 3
 
 
+def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:
+    here = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import test_embed_stream as t\n"
+    command = [sys.executable, "-c", here + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ctrl_c_at_any_moment() -> None:
+    """It must not leave a lock taken that the threads need to end."""
+    done = in_a_process_of_its_own("""
+        main = t.threading.get_ident()
+        def interrupted(at, wait):
+            def load(number):
+                if number == at:
+                    t.signal.pthread_kill(main, t.signal.SIGINT)
+                    t.time.sleep(wait)
+                return t.image(number)
+            with t.embedder(batch=1 + at % 2) as opened:
+                for _ in opened.stream(range(10_000), load=load):
+                    pass
+        for number in range(300):
+            try:
+                interrupted(number % 40, 0.001 * (number % 3))
+            except KeyboardInterrupt:
+                pass
+            else:
+                raise SystemExit("it was not interrupted")
+            t.wait_for(lambda: t.threading.active_count() == 1)  # one that was just starting ends a little later
+        print("ended", flush=True)
+    """)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ended", "")
+
+
 def test_an_interpreter_that_ends_with_a_stream_half_way() -> None:
-    """Idle threads of a stream that something still holds do not keep the process."""
-    code = """
-        import sys
-        sys.path[:0] = [{here!r}]
-        import test_embed_stream as t
-        held = t.embedder(batch=2, streams=2).stream(iter(int, 1), load=lambda _: t.image(5))
+    """Its threads do not keep the process, and none is in the engine when that goes."""
+    done = in_a_process_of_its_own("""
+        engine = t.Colours(lambda numbers: t.time.sleep(0.01))
+        held = t.embedder(engine, batch=2, streams=2).stream(iter(int, 1), load=lambda _: t.image(5))
         next(held)
         raise SystemExit("as it should")
-    """.format(here=str(__import__("pathlib").Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
-    )
+    """)
     assert (done.returncode, done.stderr.strip()) == (1, "as it should")

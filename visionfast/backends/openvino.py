@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,8 +50,12 @@ def _import_openvino() -> Any:
     return openvino
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _core() -> Any:
-    return _kept_core(_import_openvino())
+    with _ONE_AT_A_TIME:  # a cache alone lets two threads in
+        return _kept_core(_import_openvino())
 
 
 @functools.cache
@@ -60,7 +65,11 @@ def _kept_core(openvino: Any) -> Any:
     The CPU plugin gives the thread that loads it a larger stack for signals, and takes it back when it is unloaded
     (OpenVINO 2026.4). Unloaded by another thread, it leaves the first one a stack that is gone, and the next signal,
     Ctrl-C say, ends the process by SIGSEGV. So it is not unloaded.
+
+    What its binding does with the first array it is given has to be over before threads give it theirs: it takes a
+    lock of its own and then Python's, and a second thread that has the latter waits for the former, for ever.
     """
+    openvino.Tensor(np.zeros(1, np.uint8))
     return openvino.Core()
 
 

@@ -92,8 +92,11 @@ def read_image_file(
         if not stat.S_ISREG(mode):
             raise ImageNotFoundError(name, "expected a regular file, got a pipe, socket or device")
         with Path(path).open("rb") as file:
-            limits.check_bytes(os.fstat(file.fileno()).st_size, name)
-            data = file.read(limits.max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size
+            limits.check_bytes(size, name)
+            data = file.read(size + 1)  # Python makes room for all that is asked for
+            if len(data) > size:  # it grows
+                data += file.read(limits.max_bytes + 1 - len(data))
     except FileNotFoundError:
         raise ImageNotFoundError(name, "no such file") from None
     except PermissionError:

@@ -92,11 +92,11 @@ class EmbedSession(Protocol):
 
 
 class Changed:
-    """A lock, and a way to wait for a change of what it guards; `threading.Condition`, which Ctrl-C cannot leave locked.
+    """A lock, and a way to wait for a change of what it guards: a condition that Ctrl-C cannot leave locked.
 
-    A condition is entered by a function in Python. An interrupt that comes when that has the lock, and the `with` block
-    has not begun, leaves it locked, and all other threads waiting (seen in CPython 3.11, as soon as a few dozen times
-    Ctrl-C). A plain lock is entered in one step of the interpreter, and a `SimpleQueue` waits in one.
+    `threading.Condition` is entered by a function in Python. An interrupt that comes when it has the lock, and before
+    the `with` block begins, leaves it locked, and the other threads wait for ever (CPython 3.11: within a minute of
+    interrupting streams). A plain lock is entered in one step of the interpreter, and a `SimpleQueue` waits in one.
 
     Attributes:
         lock: for `with` blocks.

@@ -1,0 +1,52 @@
+"""A folder of pictures to embed, what stands beside a table, and how a job is stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import cv2
+from small_embedder import pictures
+
+from visionfast.embed_run import Progress
+from visionfast.embed_table import Row, read_rows
+
+__all__ = ["StoppedError", "beside", "rows_of", "stop_at", "write_photos"]
+
+_NAMES = (
+    *("b.jpg", "a.png", "sub/c.jpg", "sub/deep/d.jpg", "e.jpg", "sub.jpg"),
+    *("f.bmp", "g.webp", "h.jpg", "ü.jpg", "z.jpg"),
+)
+
+
+def write_photos(folder: Path) -> Path:
+    """Eleven pictures in three folders, and another file beside them."""
+    for name, pixels in zip(_NAMES, pictures(len(_NAMES)), strict=True):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(cv2.imencode(path.suffix, pixels)[1].tobytes())
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def beside(output: Path) -> list[str]:
+    """Names of all that is in the table's folder."""
+    return sorted(os.listdir(output.parent))  # noqa: PTH208
+
+
+def rows_of(output: Path) -> dict[str, Row]:
+    return {os.fsdecode(row.path): row for row in read_rows(output)}
+
+
+class StoppedError(Exception):
+    """In the middle of something."""
+
+
+def stop_at(count: int, kind: type[BaseException] = StoppedError) -> Progress:
+    """Raises `kind` once that many files have an answer."""
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        if stage == "embedding" and done == count:
+            raise kind
+
+    return progress

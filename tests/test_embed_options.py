@@ -1,0 +1,249 @@
+"""The batch job: dense features beside the table, and what does not go together with one that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the small engine is exported with torch: pip install 'visionfast[build]'")
+pytest.importorskip("openvino", reason="the small engine runs in openvino: pip install 'visionfast[openvino]'")
+
+from embed_folders import StoppedError, beside, rows_of, stop_at, write_photos
+from small_embedder import build_small
+
+from visionfast import embed_job
+from visionfast.backends.fake import FakeRunner
+from visionfast.embed_table import engine_identity, read_info
+from visionfast.embedder import Embedder
+from visionfast.errors import ArtifactError, OptionError
+from visionfast.preprocess.limits import DecodeLimits
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedder]:
+    engine = build_small(tmp_path_factory.mktemp("engines") / "small" / "openvino")
+    with Embedder.open(engine, threads=2, streams=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "table.parquet"
+
+
+# ---- dense features ---------------------------------------------------------------------------------------
+
+
+def _npz(output: Path) -> dict[str, bytes]:
+    folder = output.with_suffix(".patches")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("dtype", "normalise"), [("float32", False), ("float32", True), ("float16", False)])
+def test_dense_features(embedder: Embedder, photos: Path, output: Path, dtype: Any, normalise: bool) -> None:
+    report = embed_job.embed_folder(embedder, photos, output, patches=dtype, normalise=normalise)
+    assert report.embedded == 11
+    assert _npz(output).keys() == {f"{name}.npz" for name in rows_of(output)}
+    found = np.load(output.parent / "table.patches" / "sub" / "deep" / "d.jpg.npz")
+    expected = embedder(photos / "sub" / "deep" / "d.jpg", normalise=normalise)
+    assert expected.patches is not None
+    assert found["patches"].dtype == dtype
+    np.testing.assert_array_equal(found["patches"], expected.patches[0].astype(dtype))
+    np.testing.assert_array_equal(found["cls"], expected.cls[0])
+    np.testing.assert_array_equal(found["cls"], rows_of(output)["sub/deep/d.jpg"].vector)
+    assert read_info(output).patches == dtype
+
+
+def test_dense_features_of_a_stopped_run(embedder: Embedder, photos: Path, output: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole" / "table.parquet"
+    embed_job.embed_folder(embedder, photos, whole, patches="float16")
+    with pytest.raises(StoppedError):
+        embed_job.embed_folder(embedder, photos, output, patches="float16", progress=stop_at(5))
+    (output.parent / "table.patches" / "a.png.npz").unlink()
+    (output.parent / "table.patches" / ".partial").write_bytes(b"of a writer that was killed")
+    report = embed_job.embed_folder(embedder, photos, output, patches="float16")
+    assert (report.embedded, report.kept) == (7, 4)
+    assert output.read_bytes() == whole.read_bytes()
+    assert _npz(output) == _npz(whole)
+
+
+def test_dense_features_that_are_missing_changed_or_gone(embedder: Embedder, photos: Path, output: Path) -> None:
+    embed_job.embed_folder(embedder, photos, output, patches="float32")
+    before, table = _npz(output), output.read_bytes()
+    (output.parent / "table.patches" / "b.jpg.npz").unlink()
+    report = embed_job.embed_folder(embedder, photos, output, patches="float32")
+    assert (report.embedded, report.kept) == (1, 10)
+    assert (_npz(output), output.read_bytes()) == (before, table)
+    (photos / "sub" / "deep" / "d.jpg").unlink()
+    (photos / "b.jpg").write_bytes(b"no picture")
+    embed_job.embed_folder(embedder, photos, output, patches="float32")
+    assert _npz(output).keys() == before.keys() - {"sub/deep/d.jpg.npz", "b.jpg.npz"}
+    assert not (output.parent / "table.patches" / "sub" / "deep").exists()
+    assert not embed_job.embed_folder(embedder, photos, output, patches="float32").written
+
+
+def test_names_that_dense_features_cannot_have(embedder: Embedder, photos: Path, output: Path) -> None:
+    long = f"{'l' * 250}.jpg"
+    shutil.copy(photos / "b.jpg", photos / long)
+    shutil.copy(photos / "b.jpg", photos / "b.jpg.npz.jpg")
+    (photos / "e.jpg.npz").mkdir()
+    shutil.copy(photos / "b.jpg", photos / "e.jpg.npz" / "inside.jpg")
+    report = embed_job.embed_folder(embedder, photos, output, patches="float16")
+    assert report.bad_files == (
+        ("e.jpg.npz/inside.jpg", "its patches cannot be written (File exists)"),
+        (long, "its patches cannot be written (File name too long)"),
+    )
+    assert not embed_job.embed_folder(embedder, photos, output, patches="float16").written
+
+
+def test_half_precision_has_an_end(embedder: Embedder, photos: Path, output: Path) -> None:
+    graph = embedder.spec.graphs[0]
+    runner = FakeRunner(graph, lambda feeds: {"cls": 1e6, "patches": -1e6})
+    with Embedder(embedder.spec, [runner], manifest=embedder.manifest) as loud:
+        embed_job.embed_folder(loud, photos, output, patches="float16")
+    found = np.load(output.parent / "table.patches" / "b.jpg.npz")
+    assert (found["patches"] == -65504).all()
+    assert (found["cls"] == 1e6).all()
+
+
+# ---- what does not go together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"normalise": True}, "made with normalised False, this is with normalised True"),
+        ({"patches": "float16"}, "made with patches None, this is with patches float16"),
+        (
+            {"limits": DecodeLimits(allow_truncated=True)},
+            "made with allow_truncated False, this is with allow_truncated True",
+        ),
+    ],
+)
+def test_other_options(
+    embedder: Embedder, photos: Path, output: Path, options: dict[str, Any], words: str, unfinished: bool
+) -> None:
+    there = _half_done(embedder, photos, output, unfinished)
+    before = there.read_bytes()
+    with pytest.raises(OptionError) as caught:
+        embed_job.embed_folder(embedder, photos, output, **options)
+    assert str(caught.value) == f"{there}: {words}; name another output, or delete it"
+    assert there.read_bytes() == before
+    assert beside(output) == [there.name]
+
+
+def _half_done(embedder: Embedder, photos: Path, output: Path, unfinished: bool) -> Path:
+    """A table, or the journal of one that was stopped."""
+    if not unfinished:
+        embed_job.embed_folder(embedder, photos, output, engine_name="small/openvino")
+        return output
+    with pytest.raises(StoppedError):
+        embed_job.embed_folder(embedder, photos, output, engine_name="small/openvino", progress=stop_at(5))
+    return output.with_name("table.parquet.journal")
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_another_engine(embedder: Embedder, photos: Path, output: Path, unfinished: bool) -> None:
+    there = _half_done(embedder, photos, output, unfinished)
+    assert embedder.manifest is not None
+    other = dataclasses.replace(embedder.manifest, weights_sha256="1" * 64)
+    with (
+        Embedder(embedder.spec, [FakeRunner(embedder.spec.graphs[0])], manifest=other) as another,
+        pytest.raises(OptionError) as caught,
+    ):
+        embed_job.embed_folder(another, photos, output, engine_name="other/openvino")
+    was, asked = (engine_identity(manifest) for manifest in (embedder.manifest, other))
+    assert str(caught.value) == (
+        f"{there}: made with the engine small/openvino ({was:.12}…), this is with the engine other/openvino "
+        f"({asked:.12}…); name another output, or delete it"
+    )
+
+
+def test_the_same_engine_elsewhere_is_the_same(
+    embedder: Embedder, photos: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed_job.embed_folder(embedder, photos, output, engine_name="here/openvino")
+    assert embedder.manifest is not None
+    later = dataclasses.replace(embedder.manifest, created="2027-01-01T00:00:00+00:00", visionfast_version="9")
+    monkeypatch.setattr(embed_job, "__version__", "9")
+    with Embedder(embedder.spec, [FakeRunner(embedder.spec.graphs[0])], manifest=later) as moved:
+        assert not embed_job.embed_folder(moved, photos, output, engine_name="there/openvino").written
+
+
+def test_another_folder(embedder: Embedder, photos: Path, output: Path, tmp_path: Path) -> None:
+    embed_job.embed_folder(embedder, photos, output)
+    shutil.copytree(photos, tmp_path / "copy")
+    with pytest.raises(OptionError) as caught:
+        embed_job.embed_folder(embedder, tmp_path / "copy", output)
+    assert str(caught.value) == (
+        f"{output}: made of {photos}, this is another folder; name another output, or delete it"
+    )
+    link = tmp_path / "link"
+    link.symlink_to(photos)
+    assert not embed_job.embed_folder(embedder, link, output).written
+    link.unlink()
+    photos.rename(tmp_path / "moved")
+    report = embed_job.embed_folder(embedder, tmp_path / "moved", output)
+    assert (report.embedded, report.kept, report.written) == (0, 11, True)
+    assert read_info(output).folder == "../moved"
+
+
+def test_the_output_may_stand_among_the_images(embedder: Embedder, photos: Path) -> None:
+    report = embed_job.embed_folder(embedder, photos, photos / "table.parquet", patches="float16")
+    assert report.files == 11
+    assert read_info(photos / "table.parquet").folder == "."
+    assert not embed_job.embed_folder(embedder, photos, photos / "table.parquet", patches="float16").written
+
+
+def test_a_link_stays_one(embedder: Embedder, photos: Path, output: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.parquet"
+    link.symlink_to(output)
+    embed_job.embed_folder(embedder, photos, link)
+    assert link.is_symlink()
+    assert beside(output) == ["table.parquet"]
+
+
+def test_no_images(embedder: Embedder, output: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "notes.txt").write_text("")
+    with pytest.raises(OptionError, match=r"none: expected a folder with images, found none in it$"):
+        embed_job.embed_folder(embedder, tmp_path / "none", output)
+    with pytest.raises(OptionError, match=r"nothing: cannot be read \(No such file or directory\)$"):
+        embed_job.embed_folder(embedder, tmp_path / "nothing", output)
+    assert not output.parent.exists()
+
+
+def test_outputs_that_cannot_be(embedder: Embedder, photos: Path, tmp_path: Path) -> None:
+    for output in ("", tmp_path, os.devnull):
+        with pytest.raises(OptionError, match=r"expected a file to write the table to$"):
+            embed_job.embed_folder(embedder, photos, output)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match=r"file: cannot be written \((File exists|Not a directory)\)$"):
+        embed_job.embed_folder(embedder, photos, tmp_path / "file" / "table.parquet")
+    with pytest.raises(OptionError, match=r"table\.patches: the dense features would take its place"):
+        embed_job.embed_folder(embedder, photos, tmp_path / "table.patches", patches="float16")
+    with pytest.raises(OptionError, match=r"patches: expected 'float32', 'float16' or None, got 'int8'$"):
+        embed_job.embed_folder(embedder, photos, tmp_path / "table.parquet", patches="int8")  # type: ignore[arg-type]
+    with (
+        Embedder(embedder.spec, [FakeRunner(embedder.spec.graphs[0])]) as nameless,
+        pytest.raises(OptionError, match=r"expected an embedder of an engine's folder; Embedder\.open makes one$"),
+    ):
+        embed_job.embed_folder(nameless, photos, tmp_path / "table.parquet")
+    (tmp_path / "table.parquet").write_text("something of the user's")
+    with pytest.raises(ArtifactError, match=r"expected a table of `visionfast embed`, got something else"):
+        embed_job.embed_folder(embedder, photos, tmp_path / "table.parquet")
+    assert (tmp_path / "table.parquet").read_text() == "something of the user's"
+    assert not (tmp_path / "table.parquet.journal").exists()

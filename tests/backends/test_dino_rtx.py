@@ -38,7 +38,7 @@ FP16: tuple[Any, ...] = (
     pytest.param(("dinov2_vits14", (518, 518), "fp16", "sm89"), marks=pytest.mark.slow),
 )
 FP32: tuple[Any, ...] = (
-    ("dinov3_vits16", (224, 224), "fp32", "sm89"),
+    pytest.param(("dinov3_vits16", (224, 224), "fp32", "sm89"), marks=pytest.mark.slow),
     pytest.param(("dinov2_vits14", (224, 224), "fp32", "sm120"), marks=pytest.mark.slow),
 )
 _BLOCKS = 12

@@ -94,6 +94,7 @@ def test_an_engine_agrees_with_pytorch(
     assert [entry["file"] for entry in manifest.certificate.images] == ["bus.jpg", "zidane.jpg"]
 
 
+@pytest.mark.slow
 def test_an_engine_of_torch_agrees_too(
     dino_checkpoint: Callable[..., Path], engine_home: Path, pictures: list[Path]
 ) -> None:

@@ -132,10 +132,10 @@ def cosines(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]
 @pytest.mark.parametrize(
     ("kind", "size_hw"),
     [
-        ("dinov2_vits14", (224, 224)),
+        pytest.param("dinov2_vits14", (224, 224), marks=pytest.mark.slow),  # as the certificates' tests do
         ("dinov2_vits14", (518, 518)),
         ("dinov3_vits16", (224, 224)),
-        ("dinov3_vits16", (224, 336)),
+        pytest.param("dinov3_vits16", (224, 336), marks=pytest.mark.slow),
     ],
 )
 def test_an_openvino_engine_points_where_pytorch_does(

@@ -64,17 +64,17 @@ def difference(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor)
     ("kind", "layout", "size_hw"),
     [
         ("dinov2_vits14", "hugging-face", (518, 518)),
-        ("dinov2_vits14", "timm", (518, 518)),
-        ("dinov2_vits14_reg", "hugging-face", (518, 518)),
-        ("dinov2_vits14_reg", "hugging-face", (224, 224)),
+        pytest.param("dinov2_vits14", "timm", (518, 518), marks=pytest.mark.slow),
+        pytest.param("dinov2_vits14_reg", "hugging-face", (518, 518), marks=pytest.mark.slow),
+        pytest.param("dinov2_vits14_reg", "hugging-face", (224, 224), marks=pytest.mark.slow),
         ("dinov2_vits14_reg", "hugging-face", (224, 336)),
         ("dinov2_vits14_reg", "timm", (224, 224)),
-        ("dinov3_vits16", "hugging-face", (224, 224)),
+        pytest.param("dinov3_vits16", "hugging-face", (224, 224), marks=pytest.mark.slow),
         ("dinov3_vits16", "hugging-face", (224, 336)),
-        ("dinov3_vits16", "timm", (336, 224)),
+        pytest.param("dinov3_vits16", "timm", (336, 224), marks=pytest.mark.slow),
         ("dinov3_vits16", "timm-plain", (224, 224)),
         ("dinov3_vits16plus", "hugging-face", (224, 224)),
-        ("dinov3_vits16plus", "timm", (224, 336)),
+        pytest.param("dinov3_vits16plus", "timm", (224, 336), marks=pytest.mark.slow),
     ],
 )
 def test_a_librarys_model_and_its_weights_here_agree(kind: str, layout: Layout, size_hw: tuple[int, int]) -> None:
@@ -85,7 +85,15 @@ def test_a_librarys_model_and_its_weights_here_agree(kind: str, layout: Layout, 
     assert max(difference(ours(model.state_dict(), size_hw)(pixels), expected)) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["dinov2_vits14", "dinov2_vits14_reg", "dinov3_vits16", "dinov3_vits16plus"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("dinov2_vits14", marks=pytest.mark.slow),
+        "dinov2_vits14_reg",
+        "dinov3_vits16",
+        pytest.param("dinov3_vits16plus", marks=pytest.mark.slow),
+    ],
+)
 def test_metas_files_give_what_timm_makes_of_them(tmp_path: Path, kind: str) -> None:
     """timm reads the publisher's files by rules of its own."""
     import timm

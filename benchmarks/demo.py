@@ -1,4 +1,4 @@
-"""`make demo`: an unchanged YOLOv8s goes in, certified answers come out; timed against naive PyTorch.
+"""`make demo`: an unchanged YOLOv8s goes in, certified answers come out; timed against naive PyTorch, and served.
 
 Leaves demo/ with the annotated photographs and a short report.
 """
@@ -22,11 +22,14 @@ from visionfast.bench.baseline import NaivePyTorch
 from visionfast.build import build
 from visionfast.certify import default_images
 from visionfast.draw import draw
-from visionfast.errors import VisionfastError
+from visionfast.errors import ServerError, VisionfastError
 from visionfast.fetch import fetch
 from visionfast.pipeline import Detector
 from visionfast.preprocess.decode import decode_image
 from visionfast.results import Detections
+from visionfast.serving.client import Client
+from visionfast.serving.repository import deploy
+from visionfast.serving.server import Server
 from visionfast.types import EngineManifest
 
 MODEL = "yolov8s-people"
@@ -63,15 +66,34 @@ def main() -> int:
             samples = interleave(contestants, path.read_bytes(), rounds=ROUNDS, seconds=SECONDS, warmup=1)
             latency_ns[path.name] = samples.latency_ns
 
-    report = _report(manifest, answers, latency_ns, load.share())
+    certified = manifest.certificate.status == "passed"
+    served = _served(engine, photographs, answers) if certified else "Nothing: the certificate did not pass."
+    report = _report(manifest, answers, latency_ns, load.share(), served)
     (folder / "report.md").write_text(report, "utf-8")
     print(report)
     for name in (*answers, "report.md"):
         print(folder / name)
-    if manifest.certificate.status != "passed":
+    if not certified:
         print("error: the engine's certificate did not pass; see the table above", file=sys.stderr)
         return 1
     return 0
+
+
+def _served(engine: Path, photographs: Sequence[Path], answers: Mapping[str, Detections]) -> str:
+    """Has the Triton server answer the photographs; in words, whether it answered as the engine does here.
+
+    Raises:
+        VisionfastError: it does not start, or it answers otherwise.
+    """
+    pipeline = deploy(engine, name="demo")
+    print("serving", file=sys.stderr)
+    with Server(pipeline, http=0, grpc=0, metrics=0) as server, Client(server.grpc_url, "demo") as client:
+        for path, got in zip(photographs, client(photographs), strict=True):
+            expected = answers[path.name]
+            for name in ("xyxy", "confidence", "class_id"):
+                if not np.array_equal(getattr(got, name), getattr(expected, name)):
+                    raise ServerError(f"{path.name}: the served answer's {name} is another than the local one's")
+    return f"`{pipeline.name}` on a Triton server, over gRPC: every answer the same, to the bit."
 
 
 def _report(
@@ -79,6 +101,7 @@ def _report(
     answers: Mapping[str, Detections],
     latency_ns: Mapping[str, Mapping[str, Sequence[int]]],
     others_share: float,
+    served: str,
 ) -> str:
     spec, proof = manifest.spec, manifest.certificate
     h, w = spec.preprocess.size_hw
@@ -125,6 +148,7 @@ def _report(
             f"**Disturbed:** other processes took {others_share:.0%} of the processors, which slows PyTorch most. "
             "Read nothing from these figures; run it again on a quiet machine.",
         ]
+    lines += ["", "## Served", "", served]
     facts = machine.environment()
     lines += ["", ", ".join(f"{key}: {value}" for key, value in facts.items()) + ".", ""]
     return "\n".join(lines)

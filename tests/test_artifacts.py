@@ -304,7 +304,7 @@ def test_find_engine(engine_home: Path, tmp_path: Path) -> None:
     artifacts.write_manifest(second, dataclasses.replace(_manifest(), precision="bf16"))
     for folder in (first, second):
         (folder / "model.bin").write_bytes(b"weights")
-    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: \S+one, \S+two$"):
+    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: small/one, small/two$"):
         artifacts.find_engine("small")
     with pytest.raises(ArtifactError, match=r"other: no engine there \(engines here: small\); "):
         artifacts.find_engine("other")
@@ -339,10 +339,28 @@ def test_a_model_with_several_engines(engine_home: Path, monkeypatch: pytest.Mon
     assert [folder.name for folder in artifacts.engine_folders()] == ["sm75", "sm89", "sm120"]
     with pytest.raises(ArtifactError) as some:
         artifacts.find_engine("small", usable=lambda manifest: manifest.device != "sm89")
-    assert str(some.value) == (
-        "small: 3 engines are there, 2 of them run here; give one of: engines/small/sm75, engines/small/sm120"
-    )
+    assert str(some.value) == ("small: 3 engines are there, 2 of them run here; give one of: small/sm75, small/sm120")
     with pytest.raises(ArtifactError, match="small: 3 engines are there, and none runs here; `visionfast list`"):
         artifacts.find_engine("small", usable=lambda manifest: False)
     only = artifacts.find_engine("small", usable=lambda manifest: manifest.device == "sm89")
     assert only.name == "sm89"
+
+
+def test_of_several_engines_the_preferred_one(engine_home: Path, tmp_path: Path) -> None:
+    for root in (engine_home / "engines" / "small", tmp_path / "elsewhere"):
+        for precision in ("fp32", "bf16"):
+            folder = root / precision
+            folder.mkdir(parents=True)
+            (folder / "model.bin").write_bytes(b"weights")
+            artifacts.write_manifest(folder, dataclasses.replace(_manifest(), precision=precision))
+    found = artifacts.find_engine("small", prefer=lambda manifest: manifest.precision == "bf16")
+    assert found == engine_home / "engines" / "small" / "bf16"
+    with pytest.raises(ArtifactError, match=r"small: 2 engines are there; give one of: small/bf16, small/fp32$"):
+        artifacts.find_engine("small", prefer=lambda manifest: False)
+    # One that does not run here is not taken, however it is preferred.
+    found = artifacts.find_engine(
+        "small", usable=lambda manifest: manifest.precision == "fp32", prefer=lambda manifest: True
+    )
+    assert found.name == "fp32"
+    with pytest.raises(ArtifactError, match=r"give one of: \S+elsewhere/bf16, \S+elsewhere/fp32$"):
+        artifacts.find_engine(tmp_path / "elsewhere")

@@ -130,6 +130,20 @@ def test_a_bad_query_harms_no_other(
     assert sum(line.startswith("visionfast: ") for line in said.splitlines()) == 2
 
 
+def test_a_damaged_query_is_told_of_no_option_that_is_not_there(
+    embedded: Path, folder: Path, photographs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.jpg"
+    cut.write_bytes(photographs[0].read_bytes()[:20_000])
+    assert search(embedded, cut, folder / "0.png", "-k", 2, "--json", "-", "--save", tmp_path / "sheet.png") == 1
+    out, said = capsys.readouterr()
+    (line,) = [line for line in said.splitlines() if line.startswith("visionfast: ")]
+    assert line.startswith(f"visionfast: {cut}: the JPEG is cut short or damaged")
+    assert line.endswith("; a whole file is needed")
+    assert line.endswith(_records(out)[0]["error"]["message"])
+    assert _greys(tmp_path / "sheet.png") == 1  # the query's own
+
+
 def test_only_bad_queries(embedded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert search(embedded, tmp_path / "gone.jpg", "--save", tmp_path / "sheet.png") == 1
     assert capsys.readouterr().out == ""
@@ -143,6 +157,25 @@ def test_an_engine_that_is_named(embedded: Path, home: Path, other: Path, tmp_pa
     moved = tmp_path / "moved"
     shutil.copytree(home / "engines" / "small" / VARIANT, moved)
     assert search(embedded, other, "--engine", moved) == 0
+
+
+def test_of_several_engines_the_one_that_made_the_table(
+    embedded: Path, home: Path, folder: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(home, tmp_path / "home")
+    engines = tmp_path / "home" / "engines" / "small"
+    another = shutil.copytree(engines / VARIANT, engines / "another")
+    write_manifest(another, dataclasses.replace(read_manifest(another), weights_sha256="f" * 64))
+    monkeypatch.setenv("VISIONFAST_HOME", str(tmp_path / "home"))
+    assert search(embedded, other, "--engine", "small") == 0
+    table = tmp_path / "table.parquet"
+    embed = ["embed", "small", str(folder), "-o", str(table)]
+    with pytest.raises(
+        ArtifactError, match=f"^small: 2 engines are there; give one of: small/another, small/{VARIANT}$"
+    ):
+        app(embed, standalone_mode=False)
+    assert not app([embed[0], f"small/{VARIANT}", *embed[2:]], standalone_mode=False)
+    assert not app(embed, standalone_mode=False)
 
 
 def test_no_engine_at_hand(embedded: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +239,14 @@ def test_a_sheet(embedded: Path, folder: Path, other: Path, tmp_path: Path, suff
     assert sheet.shape[1] > sheet.shape[0]
 
 
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_opencv_has_nothing_to_say(
+    embedded: Path, folder: Path, tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert search(embedded, folder / "0.png", "--save", tmp_path / f"sheet.{suffix}") == 0
+    assert capfd.readouterr().err == ""
+
+
 def _greys(path: Path) -> int:
     """Tiles of a sheet that show no image."""
     sheet = cv2.imread(str(path))
@@ -213,7 +254,11 @@ def _greys(path: Path) -> int:
 
 
 def test_images_are_below_the_folder_that_was_embedded_or_another(
-    embedded: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    embedded: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = tmp_path / "sheet.png"
     monkeypatch.chdir(tmp_path)  # not where they are
@@ -224,8 +269,12 @@ def test_images_are_below_the_folder_that_was_embedded_or_another(
     shutil.copy(embedded, moved)
     assert search(moved, folder / "0.png", "-k", 5, "--save", target) == 0
     assert _greys(target) == 5
+    where = moved.parent / "photos"
+    told = f"visionfast: 5 of 5 pictures not found below {where}; --images says where they are\n"
+    assert capsys.readouterr().err == told
     assert search(moved, folder / "0.png", "-k", 5, "--save", target, "--images", folder) == 0
     assert _greys(target) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", [b"../secret.png", b"/{folder}/secret.png", b"a/../../secret.png", b"with\\x00"])
@@ -297,3 +346,50 @@ def test_no_table(other: Path, tmp_path: Path) -> None:
 def test_a_picture_is_no_table(other: Path) -> None:
     with pytest.raises(ArtifactError, match="expected a table of `visionfast embed`"):
         search(other, other)
+
+
+# ---- what is looked at ------------------------------------------------------------------------------------
+
+
+def test_without_the_query_itself(home: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, table = tmp_path / "photos", tmp_path / "table.parquet"
+    shutil.copytree(folder, photos)
+    shutil.copy(photos / "0.png", photos / "copy of 0.png")
+    assert not app(["embed", "small", str(photos), "-o", str(table)], standalone_mode=False)
+    (photos / "1.png").write_bytes(
+        (folder / "2.png").read_bytes()
+    )  # changed since: known by its path, and 2 by its bytes
+    queries = (photos / "0.png", photos / "1.png")
+    for options, left_out in (
+        ((), (set(), set())),
+        (("--exclude-self",), ({"0.png", "copy of 0.png"}, {"1.png", "2.png"})),
+    ):
+        capsys.readouterr()
+        assert search(table, *queries, "-k", 5, "--json", "-", *options) == 0
+        for record, names in zip(_records(capsys.readouterr().out), left_out, strict=True):
+            found = [hit["file"] for hit in record["nearest"]]
+            assert len(found) == 5
+            assert not names & set(found)
+    assert search(table, photos / "0.png", "-k", 1, "--exclude-self", "--images", tmp_path / "elsewhere") == 0
+
+
+def test_images_in_folders_below_are_not_looked_at(
+    embedded: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queries = tmp_path / "queries [2]"
+    (queries / "sub" / "deep").mkdir(parents=True)
+    for name in ("sub/1.png", "sub/deep/2.png"):
+        shutil.copy(folder / "0.png", queries / name)
+    words = (
+        f"2 images are in folders below {queries}, and not looked at; '{tmp_path}/queries [[]2]/**/*' takes them too"
+    )
+    with pytest.raises(OptionError) as caught:
+        search(embedded, queries)
+    assert str(caught.value) == f"{queries}: expected a directory with images, found none in it; {words}"
+    shutil.copy(folder / "1.png", queries / "0.png")
+    assert search(embedded, queries, "--json", "-") == 0
+    out, said = capsys.readouterr()
+    assert [record["file"] for record in _records(out)] == [f"{queries}/0.png"]
+    assert said.splitlines()[0] == f"visionfast: {words}"
+    assert search(embedded, f"{tmp_path}/queries [[]2]/**/*", "--json", "-") == 0
+    assert len(_records(capsys.readouterr().out)) == 3

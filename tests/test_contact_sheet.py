@@ -12,7 +12,7 @@ from PIL import Image
 
 from visionfast import contact_sheet as module
 from visionfast.contact_sheet import COLUMNS, Row, Tile, contact_sheet
-from visionfast.errors import OptionError
+from visionfast.errors import ImageTruncatedError, OptionError
 from visionfast.preprocess.limits import DecodeLimits
 
 CELL_W, CELL_H, MARGIN, SIDE = module._CELL_W, module._CELL_H, module._MARGIN, module._SIDE
@@ -108,6 +108,11 @@ def test_what_cannot_be_shown_is_grey_and_says_why(tmp_path: Path, monkeypatch: 
     else:
         path = None if kind == "nowhere" else path
     assert _drawn(monkeypatch, Tile(path, "1   0.5", "file.jpg")) == [word, "1   0.5", "file.jpg"]
+
+
+def test_what_is_known_to_be_bad_is_not_opened(blue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImageTruncatedError("b.jpg", "it ends early")
+    assert _drawn(monkeypatch, Tile(blue, "query", "b.jpg", error)) == ["damaged", "query", "b.jpg"]
 
 
 def test_too_large(blue: Path, monkeypatch: pytest.MonkeyPatch) -> None:

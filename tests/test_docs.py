@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from visionfast.agreement import PROMPT_TOLERANCES, TOLERANCES
+from visionfast.agreement import EMBED_TOLERANCES, PROMPT_TOLERANCES, TOLERANCES
+from visionfast.cli import build_verb
+from visionfast.cli_embed import embed_verb
 from visionfast.cli_predict import predict_verb
+from visionfast.cli_search import search_verb
 from visionfast.types import Precision
 
 _DOCS = Path(__file__).parents[1] / "docs"
@@ -28,6 +31,13 @@ _PROMPT_MEASURES = {
     "predicted IoU difference": "max_predicted_iou_difference",
     "logit difference, parts of their root mean square": "max_logit_difference",
 }
+_EMBED_MEASURES = {
+    "cosine of the class tokens": "min_cls_cosine",
+    "cosine of a patch's vectors": "min_patch_cosine",
+    "difference of a vector's length, parts of it": "max_norm_difference",
+    "difference of two images' similarity": "max_similarity_difference",
+    "neighbours out of order": "moved_neighbours",
+}
 
 
 def _rows(page: str) -> list[list[str]]:
@@ -37,7 +47,11 @@ def _rows(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("page", "measures", "tolerances"),
-    [("build.md", _MEASURES, TOLERANCES), ("segment.md", _PROMPT_MEASURES, PROMPT_TOLERANCES)],
+    [
+        ("build.md", _MEASURES, TOLERANCES),
+        ("segment.md", _PROMPT_MEASURES, PROMPT_TOLERANCES),
+        ("embed.md", _EMBED_MEASURES, EMBED_TOLERANCES),
+    ],
 )
 @pytest.mark.parametrize(("column", "precision"), [(1, "fp32"), (2, "fp16"), (3, "bf16")])
 def test_tolerances(
@@ -62,6 +76,27 @@ def test_every_option_of_predict_that_is_named_exists() -> None:
     parameters = inspect.signature(predict_verb).parameters
     declared = {f"--{name.replace('_', '-')}" for name in parameters if name not in ("engine", "sources")}
     assert {"--json", "--point", "--everything", "--boxes-from", "--cache"} <= named <= declared
+
+
+def test_every_option_of_embed_and_search_is_named() -> None:
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", (_DOCS / "embed.md").read_text("utf-8")))
+    declared = {
+        f"--{name.replace('_', '-')}"
+        for verb in (embed_verb, search_verb)
+        for name in inspect.signature(verb).parameters
+        if name not in ("engine", "folder", "output", "table", "queries", "k")
+    }
+    others = {
+        f"--{name.replace('_', '-')}"
+        for verb in (build_verb, predict_verb)
+        for name in inspect.signature(verb).parameters
+    }
+    assert declared <= named <= declared | others | {"--engine"}
+
+
+def test_every_option_of_build_is_named() -> None:
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", (_DOCS / "build.md").read_text("utf-8")))
+    assert named == {f"--{name.replace('_', '-')}" for name in inspect.signature(build_verb).parameters}
 
 
 def test_every_extra_that_is_named_exists() -> None:

@@ -125,12 +125,13 @@ def test_half_precision_has_an_end(embedder: Embedder, photos: Path, output: Pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"normalise": True}, "made with normalised False, this is with normalised True"),
-        ({"patches": "float16"}, "made with patches None, this is with patches float16"),
+        ({"normalise": True}, "made without --normalise, this is with it"),
+        ({"patches": "float16"}, "made without --features patch, this is with it"),
         (
             {"limits": DecodeLimits(allow_truncated=True)},
-            "made with allow_truncated False, this is with allow_truncated True",
+            "made without --allow-truncated, this is with it",
         ),
+        ({"limits": DecodeLimits(max_pixels=5000)}, "made with max_pixels 100000000, this is with max_pixels 5000"),
     ],
 )
 def test_other_options(
@@ -155,8 +156,55 @@ def _half_done(embedder: Embedder, photos: Path, output: Path, unfinished: bool)
     return output.with_name("table.parquet.journal")
 
 
+def test_fewer_options(embedder: Embedder, photos: Path, output: Path) -> None:
+    limits = DecodeLimits(allow_truncated=True)
+    made: dict[str, Any] = {"normalise": True, "patches": "float16", "limits": limits}
+    embed_job.embed_folder(embedder, photos, output, **made)
+    for options, words in (
+        (made | {"normalise": False}, "made with --normalise, this is without it"),
+        (made | {"patches": None}, "made with --features patch, this is without it"),
+        (made | {"patches": "float32"}, "made with patches in float16, this is with float32"),
+        (made | {"limits": DecodeLimits()}, "made with --allow-truncated, this is without it"),
+    ):
+        with pytest.raises(OptionError, match=f": {words}; name another output"):
+            embed_job.embed_folder(embedder, photos, output, **options)
+
+
+@pytest.mark.parametrize("name", ["table.csv", "TABLE.JSON", "table.npz", "photo.jpg"])
+def test_a_name_of_another_format(embedder: Embedder, photos: Path, tmp_path: Path, name: str) -> None:
+    better = Path(name).with_suffix(".parquet")
+    with pytest.raises(OptionError, match=f"{name}: the table is a Parquet file; call it .*{better}$"):
+        embed_job.embed_folder(embedder, photos, tmp_path / name)
+
+
+def test_a_keyword_that_is_spelled_another_way(embedder: Embedder, photos: Path, output: Path) -> None:
+    options: dict[str, Any] = {"normalize": True}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'; expected normalise, "):
+        embed_job.embed_folder(embedder, photos, output, **options)
+
+
 @pytest.mark.parametrize("unfinished", [False, True])
-def test_another_engine(embedder: Embedder, photos: Path, output: Path, unfinished: bool) -> None:
+def test_what_was_begun(embedder: Embedder, photos: Path, output: Path, unfinished: bool) -> None:
+    assert embed_job.begun(output) is None
+    _half_done(embedder, photos, output, unfinished)
+    found = embed_job.begun(output)
+    assert found is not None
+    assert embedder.manifest is not None
+    assert found.engine == engine_identity(embedder.manifest)
+    assert not embed_job.embed_folder(embedder, photos, output, engine_name="small/openvino").bad
+
+
+@pytest.mark.parametrize("name", ["table.parquet", "table.parquet.journal"])
+def test_what_was_begun_by_another_program(output: Path, name: str) -> None:
+    output.parent.mkdir()
+    output.with_name(name).write_bytes(b"neither a table nor a journal")
+    assert embed_job.begun(output) is None
+    assert output.with_name(name).read_bytes() == b"neither a table nor a journal"
+
+
+@pytest.mark.parametrize("name", ["small/openvino", "other/openvino"])
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_another_engine(embedder: Embedder, photos: Path, output: Path, unfinished: bool, name: str) -> None:
     there = _half_done(embedder, photos, output, unfinished)
     assert embedder.manifest is not None
     other = dataclasses.replace(embedder.manifest, weights_sha256="1" * 64)
@@ -164,11 +212,12 @@ def test_another_engine(embedder: Embedder, photos: Path, output: Path, unfinish
         Embedder(embedder.spec, [FakeRunner(embedder.spec.graphs[0])], manifest=other) as another,
         pytest.raises(OptionError) as caught,
     ):
-        embed_job.embed_folder(another, photos, output, engine_name="other/openvino")
-    was, asked = (engine_identity(manifest) for manifest in (embedder.manifest, other))
+        embed_job.embed_folder(another, photos, output, engine_name=name)
+    was, asked = "small/openvino", name
+    if name == was:
+        was, asked = (f"{name} ({engine_identity(manifest):.12}…)" for manifest in (embedder.manifest, other))
     assert str(caught.value) == (
-        f"{there}: made with the engine small/openvino ({was:.12}…), this is with the engine other/openvino "
-        f"({asked:.12}…); name another output, or delete it"
+        f"{there}: made with the engine {was}, this is with {asked}; name another output, or delete it"
     )
 
 

@@ -357,3 +357,9 @@ def test_an_engine_that_does_not_fit_its_task(
 
 def test_the_public_signature() -> None:
     assert list(inspect.signature(vf.Embedder.stream).parameters) == ["self", "items", "load", "patches", "prefetch"]
+
+
+def test_a_keyword_that_is_spelled_another_way(embedder: Embedder, photographs: list[Path]) -> None:
+    options: dict[str, Any] = {"normalize": True}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'; expected patches, normalise or"):
+        embedder(photographs, **options)

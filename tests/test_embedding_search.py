@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from visionfast import embedding_search
 from visionfast.embed_table import Row, TableInfo, write_table
-from visionfast.embedding_search import Hit, Nearest, cosines, search, table_info, vectors_by_sha256
+from visionfast.embedding_search import Hit, Nearest, cosines, rows_of, search, table_info, vectors_by_sha256
 from visionfast.errors import ArtifactError, OptionError, ShapeError
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.types import PreprocessSpec
@@ -222,10 +222,43 @@ def test_vectors_by_sha256(tmp_path: Path, vectors: list[Vectors | None]) -> Non
 # ---- what is no table -------------------------------------------------------------------------------------
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sets(st.integers(0, 19)), min_size=1, max_size=3), st.integers(1, 25), st.integers(0, 2**32 - 1))
+def test_rows_that_are_left_out(
+    tmp_path_factory: pytest.TempPathFactory, exclude: list[set[int]], k: int, seed: int
+) -> None:
+    vectors = np.random.default_rng(seed).integers(-1, 2, (20, 3)).astype(np.float32)  # full of ties
+    path = tmp_path_factory.getbasetemp() / "excluded.parquet"
+    table = written(path, list(vectors), 3)
+    queries = np.ones((len(exclude), 3), np.float32)
+    every = by_definition(vectors, queries[0], 20)
+    for hits, own in zip(search(str(table), queries, k, exclude=exclude), exclude, strict=True):
+        assert [(hit.row, hit.similarity) for hit in hits] == [hit for hit in every if hit[0] not in own][:k]
+
+
+def test_rows_to_leave_out_are_of_each_query(tmp_path: Path) -> None:
+    table = written(tmp_path / "t.parquet", [np.ones(6, np.float32)], 6)
+    with pytest.raises(ShapeError, match=r"^exclude: expected rows for each of 2 queries, got them for 1"):
+        search(table, np.ones((2, 6), np.float32), 1, exclude=[set()])
+    assert search(table, np.ones((1, 6), np.float32), 1, exclude=[{0}]) == [[]]
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_rows_of(tmp_path: Path, vectors: list[Vectors | None]) -> None:
+    table = written(tmp_path / "t.parquet", vectors, 6)
+    count = len(vectors)
+    found = rows_of(table, ["3" * 64, "no hash", "4" * 64, "3" * 64], [None, "000007.jpg", "000005.jpg", "gone.jpg"])
+    threes = set(range(3, count, 10))
+    assert found == [threes, {7}, set(range(4, count, 10)) | {5}, threes]
+
+
 def _bad_table(path: Path, kind: str) -> str:
     """Writes it; what the message says."""
     if kind == "missing":
-        return "cannot be read"
+        return "no such file; `visionfast embed ENGINE DIR -o "
+    if kind == "unfinished":
+        path.with_name(f"{path.name}.journal").touch()
+        return "not finished yet; run the same `visionfast embed` again"
     if kind == "folder":
         path.mkdir()
         return "not a file"
@@ -265,7 +298,7 @@ def _bad_table(path: Path, kind: str) -> str:
     return "got none in 7 rows"
 
 
-_BAD = ["missing", "folder", "pipe", "empty", "text", "first half", "last byte gone", "of another kind"]
+_BAD = ["missing", "unfinished", "folder", "pipe", "empty", "text", "first half", "last byte gone", "of another kind"]
 _BAD += ["without a column", "another dim", "lists", "damaged metadata", "no rows", "all bad"]
 
 

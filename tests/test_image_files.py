@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from visionfast.errors import OptionError
-from visionfast.image_files import ImageFile, image_files, name_bytes, printable, shown_name
+from visionfast.image_files import ImageFile, count_deeper, image_files, name_bytes, printable, shown_name
 
 
 def _listed(folder: Path) -> list[bytes]:
@@ -103,3 +103,13 @@ def test_a_shown_name_leads_back(path: bytes) -> None:
     shown.encode("utf-8")  # no surrogates
     if re.search(rb"\\x[89a-f][0-9a-f]", path) is None and path.decode("utf-8", "ignore").encode() == path:
         assert shown == path.decode()
+
+
+def test_images_deeper_down(tmp_path: Path) -> None:
+    assert count_deeper(tmp_path) == 0
+    for name in ("a.jpg", "sub/b.JPG", "sub/deep/c.png", "sub/d.txt", ".hidden/e.jpg", "sub/.hidden/f.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert count_deeper(tmp_path) == 2
+    assert count_deeper(tmp_path / "sub" / "deep") == 0
+    assert count_deeper(tmp_path / "nowhere") == 0

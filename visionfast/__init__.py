@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from visionfast._version import __version__
 
 if TYPE_CHECKING:
+    from visionfast.embed_job import embed_folder
     from visionfast.embedder import Embedder
     from visionfast.embedding_cache import EmbeddingCache
+    from visionfast.embedding_search import search
     from visionfast.errors import ImageError, SessionBusyError, VisionfastError
     from visionfast.pipeline import Detector, Segmenter
     from visionfast.pipeline import open_engine as open  # noqa: A004 (vf.open, as in gzip.open)
@@ -25,10 +27,14 @@ if TYPE_CHECKING:
     from visionfast.preprocess.nv12 import Nv12Frame
     from visionfast.prompt_segmenter import PromptSegmenter
     from visionfast.results import Detections, Embeddings, Masks
+    from visionfast.serving.client import Client
+    from visionfast.serving.client_async import AsyncClient
     from visionfast.types import Certificate, EngineManifest, ModelSpec
 
 __all__ = [
+    "AsyncClient",
     "Certificate",
+    "Client",
     "DecodeLimits",
     "Detections",
     "Detector",
@@ -45,11 +51,15 @@ __all__ = [
     "SessionBusyError",
     "VisionfastError",
     "__version__",
+    "embed_folder",
     "open",
+    "search",
 ]
 
 _HOMES = {
+    "AsyncClient": "serving.client_async",
     "Certificate": "types",
+    "Client": "serving.client",
     "DecodeLimits": "preprocess.decode",
     "Detections": "results",
     "Detector": "pipeline",
@@ -65,7 +75,9 @@ _HOMES = {
     "Segmenter": "pipeline",
     "SessionBusyError": "errors",
     "VisionfastError": "errors",
+    "embed_folder": "embed_job",
     "open": "pipeline",
+    "search": "embedding_search",
 }
 
 

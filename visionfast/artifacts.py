@@ -291,21 +291,28 @@ def _engines(manifests: Iterable[Path]) -> list[Path]:
 
 
 def find_engine(
-    reference: str | os.PathLike[str], *, usable: Callable[[EngineManifest], bool] = lambda manifest: True
+    reference: str | os.PathLike[str],
+    *,
+    usable: Callable[[EngineManifest], bool] = lambda manifest: True,
+    prefer: Callable[[EngineManifest], bool] = lambda manifest: False,
 ) -> Path:
-    """The engine's folder that `reference` names: its path, its engine.json, or a model's name.
+    """The engine's folder that `reference` names: its path, its engine.json, `<model>/<variant>`, or a model's name.
 
-    A model's name is enough where it has one engine, or one that is `usable`, that runs here. One whose certificate
-    failed is not taken where there is another.
+    A model's name is enough where it has one engine, or one that is `usable`, that runs here. Of several the first that
+    is to be `prefer`red is taken; one whose certificate failed is not where there is another.
 
     Raises:
         ArtifactError: there is none, or several; the message lists what is there.
     """
     with _reading(reference):
-        return _find_engine(reference, usable)
+        return _find_engine(reference, usable, prefer)
 
 
-def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineManifest], bool]) -> Path:
+def _find_engine(
+    reference: str | os.PathLike[str],
+    usable: Callable[[EngineManifest], bool],
+    prefer: Callable[[EngineManifest], bool],
+) -> Path:
     path = Path(reference)
     if path.name == MANIFEST_NAME and path.is_file():
         return path.parent
@@ -320,13 +327,16 @@ def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineMani
         able = [folder for folder in inside if len(inside) > 1 and _is_usable(folder, usable)]
         if len(inside) == 1 or len(able) == 1:
             return (able or inside)[0]
+        for folder in able:
+            if prefer(read_manifest(folder)):
+                return folder
         failed = [folder for folder in able if read_manifest(folder).certificate.status == "failed"]
         able = [folder for folder in able if folder not in failed] or failed
         if len(able) == 1:
             return able[0]
         if able:
             count = "" if len(able) == len(inside) else f", {len(able)} of them run here"
-            names = ", ".join(map(near, able))
+            names = ", ".join(map(_reference, able))
             raise ArtifactError(f"{text}: {len(inside)} engines are there{count}; give one of: {names}")
         if inside:
             raise ArtifactError(
@@ -336,6 +346,13 @@ def _find_engine(reference: str | os.PathLike[str], usable: Callable[[EngineMani
         raise ArtifactError(f"{text}: expected an engine, got weights; `visionfast build --model {text}` makes one")
     here = ", ".join(dict.fromkeys(p.parent.name for p in engine_folders())) or "none yet"
     raise ArtifactError(f"{text}: no engine there (engines here: {here}); `visionfast build --model …` makes one")
+
+
+def _reference(folder: Path) -> str:
+    """As short as `find_engine` finds it: `<model>/<variant>` under engines/, else its path."""
+    if folder.parent.parent == engines_home():
+        return f"{folder.parent.name}/{folder.name}"
+    return near(folder)
 
 
 def _is_usable(folder: Path, usable: Callable[[EngineManifest], bool]) -> bool:

@@ -9,10 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from visionfast._version import __version__
+from visionfast.cli_client import client_verb
+from visionfast.cli_deploy import deploy_verb, rollback_verb
 from visionfast.cli_embed import embed_verb
 from visionfast.cli_options import RESIZES, EngineArgument, listed, size_hw
 from visionfast.cli_predict import predict_verb
 from visionfast.cli_search import search_verb
+from visionfast.cli_serve import serve_verb
 from visionfast.errors import OptionError, VisionfastError
 
 __all__ = ["app", "main"]
@@ -226,6 +229,10 @@ def certify_verb(
 app.command("predict")(predict_verb)
 app.command("embed")(embed_verb)
 app.command("search")(search_verb)
+app.command("deploy")(deploy_verb)
+app.command("rollback")(rollback_verb)
+app.command("client")(client_verb)
+app.command("serve")(serve_verb)
 
 
 @app.command("list")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +12,14 @@ from visionfast.cli_options import EngineArgument
 from visionfast.errors import OptionError
 
 if TYPE_CHECKING:
-    from visionfast.embed_job import EmbedReport, Progress
+    from visionfast.embed_job import EmbedReport
 
 __all__ = ["embed_verb"]
 
 
 def embed_verb(
     engine: EngineArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of the images, and of folders with more of them.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of the images; those of folders below it too.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The table, a Parquet file.")],
     features: Annotated[
         str | None,
@@ -45,7 +43,9 @@ def embed_verb(
     has changed.
     """
     from visionfast.artifacts import find_engine, read_manifest
-    from visionfast.embed_job import embed_folder
+    from visionfast.embed_job import begun, check_output, embed_folder
+    from visionfast.embed_progress import shown
+    from visionfast.embed_table import engine_identity
     from visionfast.embedder import Embedder
     from visionfast.loading import runs_here, throughput_streams
     from visionfast.preprocess.limits import DecodeLimits
@@ -56,7 +56,11 @@ def embed_verb(
         raise OptionError("--half: goes with --features patch")
     if not folder.is_dir():
         raise OptionError(f"{folder}: expected a folder with images")
-    where = find_engine(engine, usable=runs_here)
+    check_output(output)
+    before = begun(output)
+    where = find_engine(
+        engine, usable=runs_here, prefer=lambda one: before is not None and engine_identity(one) == before.engine
+    )
     manifest = read_manifest(where, verify=True)
     if manifest.certificate.status == "failed":
         print(f"visionfast: {engine}: its certificate failed: it does not agree with PyTorch", file=sys.stderr)
@@ -65,7 +69,7 @@ def embed_verb(
         streams = throughput_streams(manifest, threads=threads) if threads is None or threads > 0 else 1
     options: dict[str, Any] = {"threads": threads, "streams": streams, "device": device, "limits": limits}
     try:
-        with Embedder.from_folder(where, manifest, **options) as embedder, _bar() as progress:
+        with Embedder.from_folder(where, manifest, **options) as embedder, shown() as progress:
             report = embed_folder(
                 embedder,
                 folder,
@@ -85,47 +89,15 @@ def embed_verb(
 
 
 def _tell(report: EmbedReport, output: Path) -> None:
+    if not report.written:
+        why = ", as the column `error` says" if report.bad else ""
+        print(f"nothing new: {report.files} images are in {output}, {report.bad} of them bad{why}")
+        return
     for file, error in report.bad_files:
         print(f"visionfast: {file}: {error}", file=sys.stderr)
     if more := report.bad - len(report.bad_files):
         print(f"visionfast: … and {more} more; the column `error` has them all", file=sys.stderr)
-    if not report.written:
-        print(f"nothing new: {report.files} images are in {output}, {report.bad} of them bad")
-        return
     rate = f" ({report.embedded / report.embedding_ns * 1e9:.1f} images/s)" if report.embedded else ""
     said = [f"{report.embedded} embedded{rate}", f"{report.bad} bad"]
     said += [f"{count} {word}" for count, word in ((report.kept, "kept"), (report.removed, "gone")) if count]
     print(f"{', '.join(said)}: {output}")
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress | None]:
-    """Done, images a second and time left, on stderr, where somebody watches."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            measured = task.speed is not None and (task.elapsed or 0) > 1  # the first few may come all at once
-            return Text(f"{task.speed:.1f} images/s" if measured else "– images/s")
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeLeft())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task: TaskID | None = None
-        shown = ""
-
-        def progress(stage: str, done: int, total: int | None) -> None:
-            nonlocal task, shown
-            if task is None or stage != shown:
-                if task is not None:
-                    bar.remove_task(task)
-                task, shown = bar.add_task(stage, total=total, completed=done), stage
-            else:
-                bar.update(task, completed=done)
-
-        yield progress

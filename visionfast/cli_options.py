@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from visionfast.errors import OptionError
-from visionfast.types import Resize
+
+if TYPE_CHECKING:
+    from visionfast.types import Resize
 
 __all__ = ["RESIZES", "EngineArgument", "listed", "size_hw"]
 
 EngineArgument: TypeAlias = Annotated[
-    str, typer.Argument(metavar="ENGINE", help="Its folder, or a model's name under engines/.")
+    str,
+    typer.Argument(
+        metavar="ENGINE", help="A model's name under engines/, or NAME/VARIANT where it has several, or a folder."
+    ),
 ]
 
 RESIZES: dict[str, Resize] = {"crop": "centre-crop", "squash": "stretch"}

@@ -24,7 +24,9 @@ __all__ = ["predict_verb"]
 
 def predict_verb(
     engine: EngineArgument,
-    sources: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look at.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look at; in a DIR, not below it.")
+    ],
     save: Annotated[Path | None, typer.Option(help="Folder for annotated pictures.")] = None,
     json: Annotated[str | None, typer.Option(help="File for one JSON line an image; - is stdout.")] = None,
     conf: Annotated[float | None, typer.Option(help="Detector: objects above this confidence. Default: 0.25.")] = None,
@@ -89,13 +91,14 @@ def predict_verb(
     --everything, or --boxes-from. A DINO engine gives vectors; its pictures show the patches' three principal
     components as colours.
     """
-    from visionfast.predict import expand, run
+    from visionfast.predict import expand, run, tell_overlooked
     from visionfast.predict_embeddings import run_embedder
     from visionfast.predict_prompts import Prompts, run_boxes_from, run_everything, run_prompts
     from visionfast.preprocess.limits import DecodeLimits
     from visionfast.preprocess.prompts import parse_box, parse_point
 
     paths = expand(sources)
+    tell_overlooked(sources)
     folder, task = _engine(engine)
     ways = _given(point=point, box=box, everything=everything, boxes_from=boxes_from)
     of_clicks = _given(multimask=multimask)

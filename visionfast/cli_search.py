@@ -6,14 +6,15 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from visionfast.errors import ArtifactError, ImageError, OptionError
-from visionfast.image_files import name_bytes, printable
+from visionfast.image_files import name_bytes, printable, shown_name
+from visionfast.preprocess.formats import DAMAGE_REMEDY, WHOLE_FILE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +33,10 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 def search_verb(
     table: Annotated[Path, typer.Argument(metavar="TABLE", help="That `visionfast embed` wrote.")],
-    queries: Annotated[list[str], typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look for the like of.")],
+    queries: Annotated[
+        list[str],
+        typer.Argument(metavar="IMAGE|DIR|GLOB...", help="What to look for the like of; in a DIR, not below it."),
+    ],
     k: Annotated[int, typer.Option("-k", help="Images for each query.")] = 10,
     save: Annotated[Path | None, typer.Option(help="File for a contact sheet: .png, .jpg or .webp.")] = None,
     json: Annotated[str | None, typer.Option(help="File for one JSON line a query; - is stdout.")] = None,
@@ -41,8 +45,11 @@ def search_verb(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="That the table was made with. Default: found under engines/ by the name in the table."),
+        typer.Option(help="That the table was made with, as for embed. Default: by the name in the table."),
     ] = None,
+    exclude_self: Annotated[
+        bool, typer.Option("--exclude-self", help="Leave out the query itself: the same bytes, or the same file.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: what the engine is for.")] = None,
 ) -> None:
@@ -51,7 +58,7 @@ def search_verb(
     An image that is in the table is found by its sha256, and takes no engine.
     """
     from visionfast.embedding_search import search, table_info
-    from visionfast.predict import expand
+    from visionfast.predict import expand, tell_overlooked
     from visionfast.predict_output import json_lines, write_line
 
     if k < 1:
@@ -63,48 +70,81 @@ def search_verb(
         if target is not None and target.resolve() in {path.resolve() for path in (table, *paths)}:
             raise OptionError(f"{option} {target}: would overwrite what is read; name another file")
     info = table_info(table)
-    vectors = _vectors(table, info, paths, engine, {"threads": threads, "device": device})
+    tell_overlooked(queries)
+    folder = _embedded_folder(table, info) if images is None else images
+    digests = _digests(paths, info)
+    vectors = _vectors(table, info, digests, engine, {"threads": threads, "device": device})
     answered = [path for path in paths if not isinstance(vectors[path], ImageError)]
-    hits = dict(zip(answered, search(table, _stacked(vectors, answered), k), strict=True)) if answered else {}
+    hits: dict[Path, list[Hit]] = {}
+    if answered:
+        own = _own(table, folder, answered, digests) if exclude_self else None
+        hits = dict(zip(answered, search(table, _stacked(vectors, answered), k, exclude=own), strict=True))
 
     spoken = sys.stderr if json == "-" else sys.stdout
     with json_lines(json) as lines:
         for path in paths:
             error = vectors[path]
             if isinstance(error, ImageError):
-                print(f"visionfast: {_shown(error)}", file=sys.stderr)
-                record: dict[str, Any] = {"error": {"kind": error.kind, "message": _shown(error.reason)}}
+                text, reason = (
+                    _shown(each).replace(DAMAGE_REMEDY, WHOLE_FILE)  # there is no such option here
+                    for each in (error, error.reason)
+                )
+                print(f"visionfast: {text}", file=sys.stderr)
+                record: dict[str, Any] = {"error": {"kind": error.kind, "message": reason}}
             else:
                 print(_sentence(path, hits[path]), file=spoken)
                 record = {"nearest": [_record(hit) for hit in hits[path]]}
             if lines is not None:
                 write_line(lines, {"file": _shown(path), **record}, json or "")
     if save is not None and answered:
-        _save(save, hits, _embedded_folder(table, info) if images is None else images)
+        _save(save, [(path, hits.get(path, []), vectors[path]) for path in paths], folder)
     if len(answered) < len(paths):
         raise typer.Exit(1)
 
 
-def _vectors(
-    table: Path, info: TableInfo, paths: Sequence[Path], engine: str | None, opening: dict[str, Any]
-) -> dict[Path, npt.NDArray[np.float32] | ImageError]:
-    """Each query's vector, (D,) f32: from the table where it has the image, else from the engine."""
-    from visionfast.embedding_search import vectors_by_sha256
-    from visionfast.predict_embeddings import embedded
+def _digests(paths: Sequence[Path], info: TableInfo) -> dict[Path, str | ImageError]:
+    """The sha256 of each query's bytes."""
     from visionfast.preprocess.decode import read_image_file
 
-    # An engine that is named is looked at even where no query takes one: it may be named in error.
-    named = None if engine is None else _find_engine(engine, table, info)
-    vectors: dict[Path, npt.NDArray[np.float32] | ImageError] = {}
-    digests: dict[Path, str] = {}
+    digests: dict[Path, str | ImageError] = {}
     for path in paths:
         try:
             digests[path] = hashlib.sha256(read_image_file(path, limits=info.limits)).hexdigest()
         except ImageError as error:
-            vectors[path] = error
-    known = vectors_by_sha256(table, set(digests.values()))
-    vectors |= {path: known[digest] for path, digest in digests.items() if digest in known}
-    if unknown := [path for path in paths if path not in vectors]:
+            digests[path] = error
+    return digests
+
+
+def _own(table: Path, folder: Path, paths: Sequence[Path], digests: Mapping[Path, str | ImageError]) -> list[set[int]]:
+    """The rows that are a query itself."""
+    from visionfast.embedding_search import rows_of
+
+    root = os.path.realpath(folder)
+    below = [os.path.relpath(os.path.realpath(path), root) for path in paths]
+    return rows_of(table, [str(digests[path]) for path in paths], [shown_name(os.fsencode(path)) for path in below])
+
+
+def _vectors(
+    table: Path,
+    info: TableInfo,
+    digests: Mapping[Path, str | ImageError],
+    engine: str | None,
+    opening: dict[str, Any],
+) -> dict[Path, npt.NDArray[np.float32] | ImageError]:
+    """Each query's vector, (D,) f32: from the table where it has the image, else from the engine."""
+    from visionfast.embedding_search import vectors_by_sha256
+    from visionfast.predict_embeddings import embedded
+
+    # An engine that is named is looked at even where no query takes one: it may be named in error.
+    named = None if engine is None else _find_engine(engine, table, info)
+    vectors: dict[Path, npt.NDArray[np.float32] | ImageError] = {}
+    known = vectors_by_sha256(table, {digest for digest in digests.values() if isinstance(digest, str)})
+    for path, digest in digests.items():
+        if isinstance(digest, ImageError):
+            vectors[path] = digest
+        elif digest in known:
+            vectors[path] = known[digest]
+    if unknown := [path for path in digests if path not in vectors]:
         folder, manifest = named or _find_engine(None, table, info)
         with _open(folder, manifest, opening | {"limits": info.limits}) as embedder:
             for path, answer in embedded(embedder, unknown, patches=False):
@@ -124,7 +164,9 @@ def _find_engine(named: str | None, table: Path, info: TableInfo) -> tuple[Path,
     from visionfast.loading import runs_here
 
     try:
-        folder = find_engine(named or info.engine_name, usable=runs_here)
+        folder = find_engine(
+            named or info.engine_name, usable=runs_here, prefer=lambda one: engine_identity(one) == info.engine
+        )
     except ArtifactError as error:
         if named is not None:
             raise
@@ -161,7 +203,10 @@ def _record(hit: Hit) -> dict[str, Any]:
     return {"file": hit.file, "similarity": round(hit.similarity, 6), "row": hit.row}
 
 
-def _save(target: Path, hits: dict[Path, list[Hit]], images: Path) -> None:
+def _save(
+    target: Path, answers: Sequence[tuple[Path, Sequence[Hit], npt.NDArray[np.float32] | ImageError]], images: Path
+) -> None:
+    """Each query with its hits, or with what is wrong with it, as a contact sheet."""
     import cv2
 
     from visionfast.artifacts import atomic_write
@@ -169,21 +214,29 @@ def _save(target: Path, hits: dict[Path, list[Hit]], images: Path) -> None:
 
     rows = [
         Row(
-            Tile(path, "query", _shown(path.name)),
+            Tile(path, "query", _shown(path.name), answer if isinstance(answer, ImageError) else None),
             [
                 Tile(_below(images, hit.file), f"{rank}   {hit.similarity:.3f}", _shown(hit.file))
                 for rank, hit in enumerate(found, 1)
             ],
         )
-        for path, found in hits.items()
+        for path, found, answer in answers
     ]
     sheet = cv2.cvtColor(contact_sheet(rows), cv2.COLOR_RGB2BGR)
+    quality = {".jpg": cv2.IMWRITE_JPEG_QUALITY, ".jpeg": cv2.IMWRITE_JPEG_QUALITY, ".webp": cv2.IMWRITE_WEBP_QUALITY}
+    suffix = target.suffix.lower()
     done, encoded = False, None
     with contextlib.suppress(cv2.error):
-        done, encoded = cv2.imencode(target.suffix.lower(), sheet, [cv2.IMWRITE_JPEG_QUALITY, 92])
+        done, encoded = cv2.imencode(suffix, sheet, [quality[suffix], 92] if suffix in quality else [])
     if not done or encoded is None:
         raise ArtifactError(f"{target}: a sheet of {sheet.shape[1]}×{sheet.shape[0]} pixels fits no such file; .png")
     atomic_write(target, encoded.tobytes())
+    pictures = {hit.file: _below(images, hit.file) for _, found, _ in answers for hit in found}
+    missing = sum(path is None or not os.path.exists(path) for path in pictures.values())  # noqa: PTH110
+    if missing:
+        where = _shown(os.path.normpath(images))
+        told = f"{missing} of {len(pictures)} pictures not found below {where}; --images says where they are"
+        print(f"visionfast: {told}", file=sys.stderr)
 
 
 def _embedded_folder(table: Path, info: TableInfo) -> Path:

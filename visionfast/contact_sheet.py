@@ -31,7 +31,13 @@ _CELL_W, _CELL_H = _SIDE + _MARGIN, _SIDE + 2 * _LINE + _MARGIN
 _PAPER, _INK, _PALE, _GREY = (255, 255, 255), (24, 24, 24), (244, 244, 244), (200, 200, 200)
 _QUERY = (37, 99, 235)  # the frame of a query
 
-_WORDS = {"not-found": "missing", "format": "not an image", "truncated": "damaged", "too-large": "too large"}
+_WORDS = {
+    "not-found": "missing",
+    "format": "not an image",
+    "truncated": "damaged",
+    "too-large": "too large",
+    "not-finite": "no vector",
+}
 """An error's kind → what its tile says."""
 
 _FONTS = ("NotoSansCJK-Regular.ttc", "DejaVuSans.ttf", "Arial Unicode.ttf", "arial.ttf")
@@ -46,11 +52,13 @@ class Tile:
         path: where it is; `None` where that is not known.
         title: what stands first under it: `query`, or rank and similarity.
         name: what stands below that; its end is shown where it is long.
+        error: what is wrong with it, where that is known before it is opened.
     """
 
     path: Path | None
     title: str
     name: str
+    error: ImageError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,8 @@ def _paste(
     left, top = left_top
     right, bottom = left + _SIDE - 1, top + _SIDE - 1
     try:
+        if tile.error is not None:
+            raise tile.error
         if tile.path is None:
             raise ImageError(tile.name, "nothing says where it is")
         thumbnail = _thumbnail(decode_image(tile.path, limits=limits))

@@ -7,25 +7,34 @@ here is what may be asked, and whether it fits what is there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from visionfast._version import __version__
-from visionfast.embed_journal import Journal
+from visionfast.embed_journal import Journal, job_settings
 from visionfast.embed_patches import PatchFolder
 from visionfast.embed_run import EmbedReport, Progress, Run
 from visionfast.embed_table import TableInfo, engine_identity, read_info
 from visionfast.embedder import Embedder
 from visionfast.errors import ArtifactError, ManifestError, OptionError
-from visionfast.image_files import image_files, name_bytes, printable, shown_name
+from visionfast.image_files import IMAGE_SUFFIXES, image_files, name_bytes, printable, shown_name
 from visionfast.preprocess.limits import DecodeLimits
 
-__all__ = ["EmbedReport", "Progress", "embed_folder"]
+__all__ = ["EmbedReport", "Progress", "begun", "check_output", "embed_folder"]
 
 _FIXED = ("engine", "normalised", "patches", "limits")
 """Of a table's description, what all of its rows have in common."""
+
+_OF_OTHERS = IMAGE_SUFFIXES | frozenset(
+    [
+        *(".csv", ".tsv", ".txt", ".json", ".jsonl", ".xlsx", ".arrow", ".feather", ".npy", ".npz", ".pkl"),
+        *(".pt", ".pth", ".safetensors", ".h5", ".hdf5", ".db", ".sqlite", ".zip", ".gz", ".tar"),
+    ]
+)
+"""Endings that promise something else than Parquet."""
 
 
 def embed_folder(
@@ -38,6 +47,7 @@ def embed_folder(
     limits: DecodeLimits | None = None,
     engine_name: str | None = None,
     progress: Progress | None = None,
+    **unknown: NoReturn,
 ) -> EmbedReport:
     """Embeds every image file below a folder, and writes their vectors to a table (`visionfast.embed_table`).
 
@@ -57,18 +67,21 @@ def embed_folder(
         progress: is told how far it is.
 
     Raises:
-        OptionError: no folder, or one without images; the table or the journal there is that of another engine, of
-            other options or of another folder; or another job is writing it.
+        OptionError: no folder, or one without images; the table's name ends like that of another format; the table or
+            the journal there is that of another engine, of other options or of another folder; or another job is
+            writing it.
         ArtifactError: the table, the journal or a file of dense features cannot be read or written.
         BackendError: the runtime failed.
         KeyboardInterrupt: it was stopped. After this and every other error what was done is kept, and the same call
             goes on from there.
     """
+    if unknown:
+        expected = "normalise, patches, limits, engine_name or progress"
+        raise TypeError(f"embed_folder() got an unexpected keyword argument {min(unknown)!r}; expected {expected}")
     if patches not in (None, "float32", "float16"):
         raise OptionError(f"patches: expected 'float32', 'float16' or None, got {patches!r}")
     table, root = Path(os.path.realpath(output)), Path(folder)
-    if not os.fspath(output) or (table.exists() and not table.is_file()):
-        raise OptionError(f"{os.fspath(output)!r}: expected a file to write the table to")
+    check_output(output)
     if next(image_files(root), None) is None:
         raise OptionError(f"{printable(os.fsencode(root))}: expected a folder with images, found none in it")
     info = _info(embedder, root, table, engine_name, limits or DecodeLimits(), normalise, patches)
@@ -84,6 +97,27 @@ def embed_folder(
         if journal.settings is not None:
             _check_same(info, _of_journal(journal), journal.path, table.parent)
         return Run(embedder, root, table, before, info, dense, journal, progress or _silent)()
+
+
+def check_output(output: str | os.PathLike[str]) -> None:
+    """Raises `OptionError` unless a table may be written there, as far as its name says."""
+    path = Path(output)
+    if not os.fspath(output) or (path.exists() and not path.is_file()):
+        raise OptionError(f"{os.fspath(output)!r}: expected a file to write the table to")
+    if path.suffix.lower() in _OF_OTHERS:
+        better = printable(os.fsencode(path.with_suffix(".parquet")))
+        raise OptionError(f"{printable(os.fsencode(path))}: the table is a Parquet file; call it {better}")
+
+
+def begun(output: str | os.PathLike[str]) -> TableInfo | None:
+    """What the table that is there says of itself, or the journal of an unfinished one; `None` where neither can."""
+    table = Path(os.path.realpath(output))
+    with contextlib.suppress(ArtifactError, ManifestError):
+        if table.is_file():
+            return read_info(table)
+        if (settings := job_settings(table)) is not None:
+            return TableInfo.from_json(settings)
+    return None
 
 
 def _silent(stage: str, done: int, total: int | None) -> None:
@@ -133,7 +167,7 @@ def _check_same(info: TableInfo, there: TableInfo, path: Path, home: Path) -> No
     for name in _FIXED:
         if getattr(there, name) != getattr(info, name):
             was, asked = _told_apart(name, there, info)
-            raise OptionError(f"{path}: made with {was}, this is with {asked}; {remedy}")
+            raise OptionError(f"{path}: made {was}, this is {asked}; {remedy}")
     # A folder that is not where it was may have been moved; one that still is there is another one.
     folder = home / os.fsdecode(name_bytes(there.folder))
     if there.folder != info.folder and folder.exists():
@@ -142,11 +176,21 @@ def _check_same(info: TableInfo, there: TableInfo, path: Path, home: Path) -> No
 
 
 def _told_apart(name: str, there: TableInfo, info: TableInfo) -> tuple[str, str]:
+    """How one was made and the other is to be, as the command line says it."""
     if name == "engine":
-        was, asked = (f"the engine {one.engine_name} ({one.engine:.12}…)" for one in (there, info))
-        return was, asked
-    if name == "limits":
-        limits = [dataclasses.asdict(one.limits) for one in (there, info)]
-        was, asked = (", ".join(f"{k} {v}" for k, v in one.items() if limits[0][k] != limits[1][k]) for one in limits)
-        return was, asked
-    return f"{name} {getattr(there, name)}", f"{name} {getattr(info, name)}"
+        names = [one.engine_name for one in (there, info)]
+        if names[0] == names[1]:  # built anew, or brought to another place
+            names = [f"{one.engine_name} ({one.engine:.12}…)" for one in (there, info)]
+        return f"with the engine {names[0]}", f"with {names[1]}"
+    if name == "normalised":
+        return ("with --normalise", "without it") if there.normalised else ("without --normalise", "with it")
+    if name == "patches":
+        if there.patches is not None and info.patches is not None:
+            return f"with patches in {there.patches}", f"with {info.patches}"
+        return ("with --features patch", "without it") if there.patches else ("without --features patch", "with it")
+    was, asked = (dataclasses.asdict(one.limits) for one in (there, info))
+    if was.pop("allow_truncated") != asked.pop("allow_truncated"):
+        option = "--allow-truncated"
+        return (f"with {option}", "without it") if there.limits.allow_truncated else (f"without {option}", "with it")
+    before, now = (", ".join(f"{k} {v}" for k, v in one.items() if was[k] != asked[k]) for one in (was, asked))
+    return f"with {before}", f"with {now}"

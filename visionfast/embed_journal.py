@@ -22,7 +22,7 @@ from visionfast.embed_table import Row
 from visionfast.errors import ArtifactError, OptionError
 from visionfast.image_files import ImageFile
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "job_settings", "journal_path"]
 
 _APPLICATION_ID = 0x76666A31  # "vfj1": whose file it is, in SQLite's own header
 _PAGE = 1024
@@ -39,6 +39,26 @@ _TABLES = (
 )
 
 
+def journal_path(output: Path) -> Path:
+    """Of the journal of a table."""
+    return output.with_name(f"{output.name}.journal")
+
+
+def job_settings(output: Path) -> str | None:
+    """What the unfinished job of a table was started with; `None` where there is none, or none that can be read now."""
+    path = journal_path(output)
+    if not path.is_file():
+        return None
+    try:
+        # Not read-only: after a kill, SQLite has to put the file in order before it can be read.
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=0)
+        with contextlib.closing(connection):
+            found = connection.execute("SELECT value FROM setting WHERE name = 'job'").fetchone()
+    except sqlite3.Error:
+        return None
+    return str(found[0]) if found else None
+
+
 class Journal:
     """A context manager; for one thread. A journal without an answer in it goes when it is closed.
 
@@ -51,7 +71,7 @@ class Journal:
     """
 
     def __init__(self, output: Path) -> None:
-        self.path = output.with_name(f"{output.name}.journal")
+        self.path = journal_path(output)
         self._output = output
         if not os.access(output.parent, os.W_OK | os.X_OK):
             raise ArtifactError(f"{output}: cannot be written (its folder may not be written to)")

@@ -140,8 +140,11 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except pa.ArrowException as error:
-        reason = str(error).partition("\n")[0]
-        raise ArtifactError(f"{path}: expected a table of `visionfast embed`, got something else ({reason})") from error
+        raise ArtifactError(
+            f"{path}: expected a table of `visionfast embed`, got something else, or damaged"
+        ) from error
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path}: no such file") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({_reason(error)})") from error
 

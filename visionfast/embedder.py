@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Embedder:
         """Opens an engine's folder.
 
         Args:
-            engine: its path, or the name of a model that has one engine under engines/.
+            engine: its path, `<model>/<variant>` under engines/, or a model's name where one of its engines runs here.
             threads: processors to compute on, and threads to decode on; default: all that this process may use.
             streams: images (batches) that are computed at the same time, on a CPU, each with its share of the threads:
                 more images a second, and each of them later. 1 is for the earliest answer.
@@ -129,6 +129,7 @@ class Embedder:
         patches: bool = True,
         normalise: bool = False,
         on_error: Literal["raise", "return"] = "raise",
+        **unknown: NoReturn,
     ) -> Embeddings:
         """The vectors of some images, in order.
 
@@ -144,6 +145,9 @@ class Embedder:
             ImageError: with `on_error="raise"`.
             BackendError: the runtime failed, or the embedder is closed.
         """
+        if unknown:
+            expected = "patches, normalise or on_error"
+            raise TypeError(f"Embedder() got an unexpected keyword argument {min(unknown)!r}; expected {expected}")
         if on_error not in ("raise", "return"):
             raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
         self._check_open()

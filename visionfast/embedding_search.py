@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from visionfast.embed_table import TableInfo, read_info
 from visionfast.errors import ArtifactError, OptionError, ShapeError
 from visionfast.types import FloatArray
 
-__all__ = ["Hit", "Nearest", "cosines", "search", "table_info", "vectors_by_sha256"]
+__all__ = ["Hit", "Nearest", "cosines", "rows_of", "search", "table_info", "vectors_by_sha256"]
 
 _BATCH_BYTES = 16 << 20
 """Of vectors, float32, that are in memory at a time."""
@@ -145,7 +146,13 @@ class Nearest:
         return [list(best) for best in self._best]
 
 
-def search(table: Path, vectors: FloatArray, k: int) -> list[list[Hit]]:
+def search(
+    table: str | os.PathLike[str],
+    vectors: FloatArray,
+    k: int,
+    *,
+    exclude: Sequence[Collection[int]] | None = None,
+) -> list[list[Hit]]:
     """The k nearest images of each query, the nearest first, of equals in the table's order.
 
     Images without a vector, or with one that is not finite, are never among them. Reads the table once, in constant
@@ -155,13 +162,20 @@ def search(table: Path, vectors: FloatArray, k: int) -> list[list[Hit]]:
         table: that `visionfast embed` wrote; its vectors need not have a length of 1.
         vectors: (Q, D) float, finite, from the engine that made the table.
         k: hits for each query, at least 1; fewer where the table has no more.
+        exclude: for each query, rows that are no hits of it (`rows_of`).
 
     Raises:
         ArtifactError: the table is not there, cannot be read, is damaged, or has no vector in it.
         OptionError: k is less than 1.
-        ShapeError: the vectors are not (Q, D) for the table's D, or not finite.
+        ShapeError: the vectors are not (Q, D) for the table's D, or not finite; or `exclude` is not of Q.
     """
-    nearest = Nearest(vectors, k)
+    table = Path(table)
+    # As many more as could be among them: those that are left are the k nearest.
+    more = 0 if exclude is None else max(map(len, exclude), default=0)
+    nearest = Nearest(vectors, k + more if k > 0 else k)
+    excluded = [frozenset[int]()] * len(vectors) if exclude is None else [frozenset(rows) for rows in exclude]
+    if len(excluded) != len(vectors):
+        raise ShapeError(f"exclude: expected rows for each of {len(vectors)} queries, got them for {len(excluded)}")
     dim = table_info(table).dim
     if vectors.shape[1] != dim:
         raise ShapeError(f"queries: expected (Q, {dim}) as {table} has them, got {vectors.shape}")
@@ -172,7 +186,7 @@ def search(table: Path, vectors: FloatArray, k: int) -> list[list[Hit]]:
     found = nearest.found()
     if found and not found[0]:
         raise ArtifactError(f"{table}: expected images with vectors, got none in {rows} rows; embed some first")
-    return found
+    return [[hit for hit in hits if hit.row not in own][:k] for hits, own in zip(found, excluded, strict=True)]
 
 
 def _hit(first: int, files: Any, position: int, similarity: float) -> Hit:
@@ -202,13 +216,48 @@ def vectors_by_sha256(table: Path, wanted: Collection[str]) -> dict[str, npt.NDA
     return known
 
 
+def rows_of(table: Path, sha256: Sequence[str], files: Sequence[str | None]) -> list[set[int]]:
+    """The rows that are some images themselves: of the same bytes, or the same file, whatever is in it now.
+
+    Args:
+        table: as for `search`.
+        sha256: of each image.
+        files: each image's name in the table; `None` where it is not below the folder.
+
+    Returns:
+        for each image, row numbers from 0; mostly none or one.
+
+    Raises:
+        ArtifactError: as `search`.
+    """
+    of_bytes: dict[str, set[int]] = {digest: set() for digest in sha256}
+    of_file: dict[str, set[int]] = {file: set() for file in files if file is not None}
+    first = 0
+    for batch in _batches(table, table_info(table).dim, ["file", "sha256"]):
+        names, digests = (batch.column(name).to_pylist() for name in ("file", "sha256"))
+        for row, (name, digest) in enumerate(zip(names, digests, strict=True), first):
+            if digest in of_bytes:
+                of_bytes[digest].add(row)
+            if name in of_file:
+                of_file[name].add(row)
+        first += len(batch)
+    return [
+        of_bytes[digest] | (set() if file is None else of_file[file])
+        for digest, file in zip(sha256, files, strict=True)
+    ]
+
+
 def table_info(table: Path) -> TableInfo:
     """What a table says of itself: `embed_table.read_info`, for a path that may lead to a pipe.
 
     Raises:
         ArtifactError: as `search`.
     """
-    if table.exists() and not table.is_file():  # a pipe would be waited for
+    if not table.exists():
+        if table.with_name(f"{table.name}.journal").exists():
+            raise ArtifactError(f"{table}: not finished yet; run the same `visionfast embed` again, and it goes on")
+        raise ArtifactError(f"{table}: no such file; `visionfast embed ENGINE DIR -o {table}` makes one")
+    if not table.is_file():  # a pipe would be waited for
         raise ArtifactError(f"{table}: expected a table of `visionfast embed`, got something that is not a file")
     return read_info(table)
 
@@ -238,7 +287,7 @@ def _reading(table: Path) -> Iterator[Any]:
         with pq.ParquetFile(table, pre_buffer=False) as file:
             yield file
     except pa.ArrowException as error:
-        reason = str(error).partition("\n")[0]
-        raise ArtifactError(f"{table}: damaged ({reason}); embed the images again") from error
+        raise ArtifactError(f"{table}: damaged; embed the images again") from error
     except OSError as error:
-        raise ArtifactError(f"{table}: cannot be read ({error.strerror or error}); embed the images again") from error
+        reason = os.strerror(error.errno) if error.errno else "damaged"  # pyarrow's own words go on for lines
+        raise ArtifactError(f"{table}: cannot be read ({reason}); embed the images again") from error

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from visionfast.errors import OptionError
 
-__all__ = ["IMAGE_SUFFIXES", "ImageFile", "image_files", "name_bytes", "printable", "shown_name"]
+__all__ = ["IMAGE_SUFFIXES", "ImageFile", "count_deeper", "image_files", "name_bytes", "printable", "shown_name"]
 
 IMAGE_SUFFIXES = frozenset(
     [
@@ -76,6 +76,19 @@ def image_files(folder: str | os.PathLike[str]) -> Iterator[ImageFile]:
         where = error.filename or root
         name = printable(where if isinstance(where, bytes) else os.fsencode(str(where)))
         raise OptionError(f"{name}: cannot be read ({error.strerror})") from error
+
+
+def count_deeper(folder: str | os.PathLike[str]) -> int:
+    """Images in the folders below a folder, those in itself not among them; as `**` looks, not in hidden ones.
+
+    Of the first thousand folders, and what cannot be read does not count: it is for a word to whoever expected them.
+    """
+    count = 0
+    for deeper, (_, folders, files) in zip(range(1000), os.walk(folder), strict=False):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if deeper:
+            count += sum(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in files)  # noqa: PTH122
+    return count
 
 
 def _below(root: bytes) -> Iterator[ImageFile]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from visionfast.embedder import Embedder
     from visionfast.prompt_segmenter import PromptSegmenter
 
-__all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "open_engine", "runs_here"]
+__all__ = ["Detector", "ImageSource", "Segmenter", "check_outputs", "class_id_of", "open_engine", "runs_here"]
 
 _Self = TypeVar("_Self", bound="Detector")
 
@@ -81,7 +81,7 @@ class Detector:
             "conf": conf,
             "iou": iou,
             "max_det": max_det,
-            "classes": None if classes is None else [_class_id(c, spec.class_names) for c in classes],
+            "classes": None if classes is None else [class_id_of(c, spec.class_names) for c in classes],
         }
         check_options(**self._options)
         self._options["class_agnostic"] = class_agnostic
@@ -253,7 +253,8 @@ def _option_names(opened: type[Detector]) -> list[str]:
     return [p.name for p in inspect.signature(opened).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-def _class_id(named: int | str, class_names: tuple[str, ...]) -> int:
+def class_id_of(named: int | str, class_names: tuple[str, ...]) -> int:
+    """A class by its name or id. Raises `OptionError` for a name that is none; an id is not looked at."""
     if isinstance(named, str):
         with contextlib.suppress(ValueError):
             return class_names.index(named)

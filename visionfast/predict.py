@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageError, OptionError
-from visionfast.image_files import IMAGE_SUFFIXES
+from visionfast.image_files import IMAGE_SUFFIXES, count_deeper, printable
 from visionfast.pipeline import Detector
 from visionfast.predict_output import report
 from visionfast.results import Detections
 
-__all__ = ["Found", "detected", "expand", "run"]
+__all__ = ["Found", "detected", "expand", "run", "tell_overlooked"]
 
 
 def expand(sources: Sequence[str]) -> list[Path]:
@@ -37,13 +38,27 @@ def expand(sources: Sequence[str]) -> list[Path]:
     return list(found)
 
 
+def tell_overlooked(sources: Sequence[str]) -> None:
+    """A line on stderr for each directory that has images in folders below it, which `expand` does not look at."""
+    for source in sources:
+        if os.path.isdir(source) and (count := count_deeper(source)):  # noqa: PTH112
+            print(f"visionfast: {printable(os.fsencode(_deeper(source, count)))}", file=sys.stderr)
+
+
+def _deeper(source: str, count: int) -> str:
+    of_images = f"{count} images are" if count > 1 else "1 image is"
+    pattern = f"{glob.escape(source.rstrip('/'))}/**/*"
+    return f"{of_images} in folders below {source}, and not looked at; '{pattern}' takes them too"
+
+
 def _expanded(source: str) -> list[Path]:
     path = Path(source)
     # Unlike pathlib's, these raise nothing where a folder on the way is closed: such a file is that one image's error.
     if os.path.isdir(path):  # noqa: PTH112
         inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
         if not inside:
-            raise OptionError(f"{source}: expected a directory with images, found none in it")
+            deeper = f"; {_deeper(source, count)}" if (count := count_deeper(path)) else ""
+            raise OptionError(f"{source}: expected a directory with images, found none in it{deeper}")
         return inside
     if not os.path.exists(path) and glob.has_magic(source):  # noqa: PTH110
         # Path.glob refuses absolute patterns.

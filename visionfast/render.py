@@ -65,7 +65,7 @@ def certificate(manifest: EngineManifest) -> None:
     _out.print(f"certificate: [{colour}]{proof.status}[/] on {images} images, against {escape(proof.reference)}")
     table = Table("measure", "measured", "allowed", box=None)
     for name, value in proof.measures.items():
-        if name == "images":
+        if name in ("images", "views"):  # how many there were is said above
             continue
         bound = proof.tolerances.get(name)
         allowed = "" if bound is None else f"{'≥' if name.startswith('min') else '≤'} {bound:g}"
@@ -100,9 +100,12 @@ def manifest(folder: Path, engine: EngineManifest) -> None:
         **({"images": _looked_at(spec.preprocess)} if spec.task == "embed" else {}),
         "backend": f"{engine.backend} {engine.runtime_version}, {engine.precision}, for {engine.device}"
         + (f", on {engine.platform}" if engine.platform else ""),
-        "kept in FP32": ", ".join(engine.keep_fp32) or "—",
-        "layers": ", ".join(f"{count} give {dtype}" for dtype, count in engine.layers.items())
-        or f"{engine.backend} does not tell",
+        **({"kept in FP32": ", ".join(engine.keep_fp32)} if engine.keep_fp32 else {}),
+        **(
+            {"layers": ", ".join(f"{count} give {dtype}" for dtype, count in engine.layers.items())}
+            if engine.layers
+            else {}
+        ),
         "files": ", ".join(f"{name} ({(folder / name).stat().st_size / 1e6:.1f} MB)" for name in engine.sha256),
         "built": f"{engine.created} by visionfast {engine.visionfast_version}",
         "runs here": _runs_here(engine) or "yes",
@@ -129,8 +132,18 @@ def _looked_at(pre: PreprocessSpec) -> str:
     """What an embedder sees of an image."""
     h, w = pre.size_hw
     if pre.cover_hw is None:
-        return f"the whole of it, squashed to {h}×{w}"
-    return f"the middle {h}×{w}, once it just covers {pre.cover_hw[0]}×{pre.cover_hw[1]}"
+        return f"Resize(({h}, {w}), bicubic, antialias), all of it squashed; Normalize({_statistics(pre)})"
+    cover_h, cover_w = pre.cover_hw
+    cover = str(cover_h) if cover_h == cover_w else f"to cover {cover_h}×{cover_w}"
+    crop = str(h) if h == w else f"({h}, {w})"
+    return f"Resize({cover}, bicubic, antialias), CenterCrop({crop}), Normalize({_statistics(pre)})"
+
+
+def _statistics(pre: PreprocessSpec) -> str:
+    if (pre.mean, pre.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)):
+        return "ImageNet"
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (pre.mean, pre.std))
+    return f"({mean}), ({std})"
 
 
 def _licence(engine: EngineManifest) -> str:
@@ -196,6 +209,21 @@ def _card(path: Path) -> dict[str, str]:
     return card if isinstance(card, dict) else {}
 
 
+def _serving() -> str:
+    """The Triton server that `visionfast serve` would start, and what asks it; NVIDIA's, not the language."""
+    from visionfast.serving.tritonserver import find_installation
+
+    client = machine.package_version("tritonclient")
+    asks = f"tritonclient {client}" if client else "no tritonclient: deploying and asking need visionfast[triton]"
+    try:
+        installation = find_installation()
+    except BackendError as error:
+        return f"{error}; {asks}"
+    package = machine.package_version("nvidia-pytriton") if installation.python_backend else None
+    server = f"tritonserver of nvidia-pytriton {package}" if package else str(installation.binary)
+    return f"{server}, {asks}"
+
+
 def doctor() -> None:
     flags = machine.cpu_flags()
     fast = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_bf16", "amx_int8") if name in flags]
@@ -217,6 +245,7 @@ def doctor() -> None:
     _out.print(f"PyTorch  {torch or 'not installed: builds need it, and every GPU session'}{cuda}")
     _out.print(f"Triton   {triton or 'not installed: a GPU session needs it'}")
     _out.print(f"DALI     {dali or 'not installed: a GPU session decodes on the CPU'}")
+    _out.print(f"serving  {escape(_serving())}")
     table = Table("backend", "version", "builds here", "runs here", "precisions", "what is missing", box=None)
     for name in BACKENDS:
         try:

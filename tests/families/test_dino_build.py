@@ -167,19 +167,31 @@ def test_what_the_command_line_shows(
     manifest = artifacts.read_manifest(folder)
     render.manifest(folder, manifest)
     text = shown()
-    rows = {line[:14].strip(): line[15:].strip() for line in text.splitlines() if line.startswith(" ")}
+    split = [line.strip().partition("  ") for line in text.splitlines() if line.startswith(" ")]
+    rows = {name: value.strip() for name, _, value in split}
     assert rows["model"].startswith("dinov2_vits14 (embed), weights sha256")
     assert rows["input"] == "1 × 112×112, images (1, 112, 112, 3) uint8"
     assert rows["output"] == "cls (1, 384) float32, patches (1, 8, 8, 384) float32"
-    assert rows["images"] == "the whole of it, squashed to 112×112"
+    assert rows["images"] == "Resize((112, 112), bicubic, antialias), all of it squashed; Normalize(ImageNet)"
     assert "classes" not in rows
     assert "certificate: passed on 2 images, against eager FP32 PyTorch, 12 views" in text
     assert f"min patch cosine           1 - {1 - manifest.certificate.measures['min_patch_cosine']:.1e}" in text
     assert "≥ 0.9999" in text
+    assert "views" not in rows
+    assert not {"kept in FP32", "layers"} & rows.keys()
     crop = dataclasses.replace(manifest.spec.preprocess, resize="centre-crop", cover_hw=(128, 128))
     spec = dataclasses.replace(manifest.spec, preprocess=crop)
-    render.manifest(folder, dataclasses.replace(manifest, spec=spec))
-    assert "the middle 112×112, once it just covers 128×128" in shown()
+    render.manifest(folder, dataclasses.replace(manifest, spec=spec, keep_fp32=("blocks.1",), layers={"fp16": 7}))
+    cropped = shown()
+    assert "blocks.1" in cropped
+    assert "7 give fp16" in cropped
+    assert "Resize(128, bicubic, antialias), CenterCrop(112), Normalize(ImageNet)" in cropped
+    wide = dataclasses.replace(crop, size_hw=(112, 224), cover_hw=(128, 256), mean=(0.5, 0.4, 0.25))
+    render.manifest(folder, dataclasses.replace(manifest, spec=dataclasses.replace(spec, preprocess=wide)))
+    assert (
+        "Resize(to cover 128×256, bicubic, antialias), CenterCrop((112, 224)), "
+        "Normalize((0.5, 0.4, 0.25), (0.229, 0.224, 0.225))"
+    ) in shown()
     monkeypatch.setenv("VISIONFAST_HOME", str(folder.parents[2]))
     render.inventory()
     assert f"{folder.name} dinov2_vits14 embed passed yes" in " ".join(shown().split())

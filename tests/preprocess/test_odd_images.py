@@ -68,7 +68,7 @@ def test_sixteen_bit_grey_with_a_colour_key(shared_data):
 @pytest.mark.parametrize(
     ("file", "error", "reason"),
     [
-        ("broken.png", ImageFormatError, "the PNG is damaged; send a whole file"),
+        ("broken.png", ImageFormatError, "the PNG is damaged; a whole file is needed"),
         ("decompression_bomb.gif", ImageTooLargeError, "65535×66601 = 4364696535"),
         ("monkey12.jpg", ImageFormatError, "8-bit JPEG, got 12 bits"),
         ("truncated_jpeg.jpg", ImageTruncatedError, "Premature end of JPEG file"),

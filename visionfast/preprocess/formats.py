@@ -50,7 +50,8 @@ _SIGNATURES: tuple[tuple[bytes, ImageKind], ...] = (
 _AVIF_BRANDS = (b"avif", b"avis")
 _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
 
-DAMAGE_REMEDY = "; send a whole file, or allow truncated images (--allow-truncated, DecodeLimits.allow_truncated)"
+WHOLE_FILE = "; a whole file is needed"
+DAMAGE_REMEDY = f"{WHOLE_FILE}, unless truncated images are allowed (--allow-truncated, DecodeLimits.allow_truncated)"
 
 _JPEG_MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)  # after any number of fill bytes
 
@@ -209,7 +210,7 @@ def png_essentials(data: bytes, name: str, *, allow_truncated: bool) -> tuple[by
     if data[12:16] != b"IHDR" or len(data) < 33:
         if len(data) < 33:
             raise ImageTruncatedError(name, f"the PNG ends inside its header, after {len(data)} bytes")
-        raise ImageFormatError(name, "the PNG is damaged; send a whole file")
+        raise ImageFormatError(name, f"the PNG is damaged{WHOLE_FILE}")
     width, height = struct.unpack_from(">II", data, 16)
     orientation = 1
     kept = [data[:8]]

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,22 @@ from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
 from visionfast.serving.wire import fault_of, pack_image, pack_options, unpack_answers
 from visionfast.sessions import ImageSource, pixels_of, source_name
-from visionfast.types import Task
+from visionfast.types import ModelSpec
 
-__all__ = ["Answer", "Priority", "Request", "Terms", "answer_of", "encoded_image", "refusal", "request_of"]
+__all__ = [
+    "Answer",
+    "Options",
+    "Priority",
+    "Request",
+    "Terms",
+    "answer_of",
+    "as_json",
+    "encoded_image",
+    "kept",
+    "late",
+    "refusal",
+    "request_of",
+]
 
 Priority: TypeAlias = Literal["online", "offline"]
 Answer: TypeAlias = "Detections | ImageError | ServerError"
@@ -29,53 +42,72 @@ _LEVELS: dict[str, int] = {"online": 1, "offline": 2}  # the server answers leve
 _LIMITS = DecodeLimits()
 
 
+class Options(TypedDict, total=False):
+    """What a call may ask for.
+
+    Attributes:
+        conf, iou, max_det, classes, class_agnostic: as for `Detector`; default: what the model was deployed with.
+        priority: `online` requests are answered before `offline` ones; default: `online`.
+        deadline_ms: milliseconds, from when an image is sent, after which its answer is of no use: the server does not
+            begin with it any more then. Default: the client's `timeout`.
+    """
+
+    conf: float
+    iou: float
+    max_det: int
+    classes: Sequence[int | str]
+    class_agnostic: bool
+    priority: Priority
+    deadline_ms: float
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What holds for every image of a call.
 
     Attributes:
-        parameters: of `wire.pack_options`.
+        options: of `wire.pack_options`.
         priority: level, 1 before 2.
         patience_s: seconds after which an answer is of no use, counted from when the image is sent.
+        raises: an image's error is raised, not returned.
     """
 
-    parameters: Mapping[str, str]
+    options: bytes
     priority: int
     patience_s: float
+    raises: bool
 
     @classmethod
-    def of(
-        cls,
-        *,
-        conf: float | None,
-        iou: float | None,
-        max_det: int | None,
-        classes: Sequence[int | str] | None,
-        class_agnostic: bool | None,
-        priority: Priority,
-        deadline_ms: float | None,
-        timeout: float,
-    ) -> Terms:
-        """Raises `OptionError` for what no server could take; what a model allows is for its server to say."""
+    def of(cls, on_error: str, options: Mapping[str, Any], timeout: float) -> Terms:
+        """The terms of a call with these `Options`; `None` is as good as none.
+
+        Raises:
+            OptionError: no server could take them. What a model allows is for its server to say.
+        """
+        if on_error not in ("raise", "return"):
+            raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
+        known = tuple(Options.__annotations__)
+        if unknown := sorted(set(options) - set(known)):
+            raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+        asked = {name: _plain(value) for name, value in options.items() if value is not None}
+        priority, deadline_ms = asked.pop("priority", "online"), asked.pop("deadline_ms", None)
         if priority not in _LEVELS:
             raise OptionError(f"priority: expected {' or '.join(map(repr, _LEVELS))}, got {priority!r}")
-        if deadline_ms is not None and not 0 < deadline_ms < float("inf"):
-            raise OptionError(f"deadline_ms: expected more than 0 milliseconds, got {deadline_ms!r}")
-        if isinstance(classes, str):
+        patience_s = timeout if deadline_ms is None else min(timeout, _milliseconds(deadline_ms) / 1e3)
+        if isinstance(classes := asked.get("classes"), (str, bytes)):
             raise OptionError(f"classes: expected a list of names or ids, got {classes!r}")
-        options = {
-            "conf": conf,
-            "iou": iou,
-            "max_det": max_det,
-            "classes": None if classes is None else [_plain(c) for c in classes],
-            "class_agnostic": class_agnostic,
-        }
         try:
-            parameters = pack_options(**{name: _plain(value) for name, value in options.items()})
-        except TypeError as error:
-            raise OptionError(f"options: expected numbers, names and truth values ({error})") from None
-        patience_s = timeout if deadline_ms is None else min(timeout, deadline_ms / 1e3)
-        return cls(parameters, _LEVELS[priority], patience_s)
+            if classes is not None:
+                asked["classes"] = [_plain(c) for c in classes]
+            return cls(pack_options(**asked), _LEVELS[priority], patience_s, on_error == "raise")
+        except TypeError as error:  # no iterable, or nothing that JSON has
+            raise OptionError(f"options: expected numbers, class names and truth values; {error}") from None
+
+
+def _milliseconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise OptionError(f"deadline_ms: expected more than 0 milliseconds, got {value!r}")
+    return value
 
 
 def _plain(value: Any) -> Any:
@@ -135,28 +167,45 @@ def request_of(source: ImageSource, index: int, terms: Terms) -> Request:
     name = source_name(source, index)
     encoded = encoded_image(source, name)
     try:
-        return Request(pack_image(encoded), terms)
+        return Request(pack_image(encoded, terms.options), terms)
     except ImageError as error:
         raise type(error)(_shown(source, index), error.reason) from None
 
 
-def answer_of(arrays: Mapping[str, npt.NDArray[Any]], task: Task, source: ImageSource, index: int) -> Answer:
+def answer_of(arrays: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, source: ImageSource, index: int) -> Answer:
     """The answer out of the server's arrays; what is wrong with the image bears its name here, not the server's.
 
     Raises:
         ServerError: the arrays are not a visionfast model's.
     """
-    answers = unpack_answers(arrays, task)
+    answers = unpack_answers(arrays, spec.task)
     if len(answers) != 1:
         raise ServerError(f"expected the answer for one image, got {len(answers)}; is it a model of visionfast's?")
     (answer,) = answers
     if isinstance(answer, ImageError):
         return type(answer)(_shown(source, index), answer.reason)
+    classes = len(spec.class_names)
+    unknown = answer.class_id[(answer.class_id < 0) | (answer.class_id >= classes)]
+    if len(unknown):
+        raise ServerError(
+            f"class_id: expected 0 to {classes - 1}, got {unknown[0]}; if another model was deployed under this name, "
+            "open the client again"
+        )
     return answer
 
 
 def _shown(source: ImageSource, index: int) -> str:
     return source_name(source, index) or os.fspath(source)  # type: ignore[arg-type]  # a path has no name of its own
+
+
+def kept(error: ImageError | ServerError, terms: Terms) -> ImageError | ServerError:
+    """An error that is one request's, to be returned in its image's place; raises it where it is not, or by the terms.
+
+    That one request was refused or late says nothing of the next one; that there is no server does.
+    """
+    if terms.raises or not isinstance(error, (ImageError, QueueFullError, DeadlineError)):
+        raise error
+    return error
 
 
 def refusal(where: str, model: str, text: str | None) -> VisionfastError:
@@ -180,15 +229,6 @@ def refusal(where: str, model: str, text: str | None) -> VisionfastError:
 def late(where: str, model: str, patience_s: float) -> DeadlineError:
     """No answer came in time."""
     return DeadlineError(f"{where}: {model}: no answer within {patience_s * 1e3:g} ms")
-
-
-def parameter(config: Mapping[str, Any], key: str) -> str | None:
-    """A text among a model's configuration parameters."""
-    try:
-        value = config["parameters"][key]["string_value"]
-    except (KeyError, TypeError):
-        return None
-    return value if isinstance(value, str) else None
 
 
 def as_json(text: str) -> Any:

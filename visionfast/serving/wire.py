@@ -5,8 +5,9 @@ over the wire: NVIDIA's Python stub for this server (pytriton 0.7.0) was built f
 NumPy 2 wrongly, and refuses empty arrays.
 
 An image goes as it is encoded, with zeros behind it up to a multiple of `BUCKET`, so that images of about one size have
-one shape, which is what the server puts together. Options of a request (`conf`, `iou`, …) go as its parameters, and a
-fault of the whole request comes back as the text of the server's error.
+one shape, which is what the server puts together. Options of a request (`conf`, `iou`, …) go as a tensor of their own,
+not as the request's parameters: the server's cache (Triton 2.51) looks at tensors alone, and would give one request the
+answer for another one's options. A fault of a whole request comes back as the text of the server's error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast import errors
-from visionfast.errors import ImageError, ImageTooLargeError, ServerError, VisionfastError
+from visionfast.errors import ImageError, ImageTooLargeError, OptionError, ServerError, VisionfastError
 from visionfast.postprocess.masks import InstanceMasks, run_lengths
 from visionfast.results import Detections
 from visionfast.types import Task
@@ -41,11 +42,14 @@ __all__ = [
     "pack_problems",
     "unpack_answers",
     "unpack_image",
+    "unpack_options",
     "unpack_problem",
 ]
 
 BUCKET = 1 << 16
 """Bytes."""
+
+_OPTIONS_BUCKET = 64  # so that requests with options of about one length are put together too
 
 STAGES = ("decode", "preprocess", "engine", "postprocess")
 """Columns of `stage_ns`; -1 where a stage was not reached."""
@@ -66,7 +70,7 @@ _KINDS: dict[str, type[ImageError]] = {
     )
 }
 
-_DATATYPES = {"uint8": "UINT8", "int32": "INT32", "int64": "INT64", "float32": "FP32"}
+_DATATYPES = {"float16": "FP16", "float32": "FP32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,16 @@ class WireTensor:
 
 
 def inputs_of(task: Task) -> tuple[WireTensor, ...]:
-    """What every served model takes: `image` (B, n) uint8 and `length` (B, 1) int32, the bytes of it that count."""
-    return (WireTensor("image", "uint8", (-1,)), WireTensor("length", "int32", (1,)))
+    """What every served model takes.
+
+    `image` (B, n) uint8; `length` (B, 1) int32, the bytes of it that count; `options` (B, m) uint8, JSON of `OPTIONS`,
+    zeros behind it, all zeros for none; of one request, all rows are the same.
+    """
+    return (
+        WireTensor("image", "uint8", (-1,)),
+        WireTensor("length", "int32", (1,)),
+        WireTensor("options", "uint8", (-1,)),
+    )
 
 
 def outputs_of(task: Task) -> tuple[WireTensor, ...]:
@@ -118,17 +130,19 @@ def outputs_of(task: Task) -> tuple[WireTensor, ...]:
 # ---- requests -----------------------------------------------------------------------------------------------------
 
 
-def pack_image(encoded: bytes) -> dict[str, npt.NDArray[Any]]:
-    """One image as a request of one: `image` (1, n) and `length` (1, 1).
+def pack_image(encoded: bytes, options: bytes = b"") -> dict[str, npt.NDArray[Any]]:
+    """One image as a request of one: `image` (1, n), `length` (1, 1), and `options` (1, m) from `pack_options`.
 
     Raises:
         ImageTooLargeError: 2 GiB do not fit into a message.
     """
     if len(encoded) > _MOST_BYTES:
         raise ImageTooLargeError("bytes", f"expected at most {_MOST_BYTES} bytes, got {len(encoded)}; shrink the file")
-    padded = np.zeros((1, max(1, -(-len(encoded) // BUCKET)) * BUCKET), np.uint8)
-    padded[0, : len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return {"image": padded, "length": np.array([[len(encoded)]], np.int32)}
+    return {
+        "image": _pack_bytes([encoded], BUCKET),
+        "length": np.array([[len(encoded)]], np.int32),
+        "options": _pack_bytes([options], _OPTIONS_BUCKET),
+    }
 
 
 def unpack_image(image: npt.NDArray[np.uint8], length: npt.NDArray[np.int32]) -> bytes:
@@ -145,13 +159,36 @@ def unpack_image(image: npt.NDArray[np.uint8], length: npt.NDArray[np.int32]) ->
     return image[:size].tobytes()
 
 
-def pack_options(**options: Any) -> dict[str, str]:
-    """A request's parameters: every one of `OPTIONS` that is not `None`, as JSON.
+def pack_options(**options: Any) -> bytes:
+    """Every one of `OPTIONS` that is not `None`, as JSON; nothing for none.
 
     They are checked where the model is: a wrong one is that request's `OptionError`.
+
+    Raises:
+        TypeError: a value that JSON does not have.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: json.dumps(list(value) if name == "classes" else value) for name, value in given.items()}
+    given = {name: value for name, value in sorted(options.items()) if value is not None}
+    if "classes" in given:
+        given["classes"] = list(given["classes"])
+    return json.dumps(given).encode() if given else b""
+
+
+def unpack_options(options: npt.NDArray[np.uint8]) -> dict[str, Any]:
+    """(B, m) → what `pack_options` was given, not checked any further.
+
+    Raises:
+        OptionError: it is no JSON object, or the rows differ.
+    """
+    if (options[1:] != options[:1]).any():
+        raise OptionError("options: expected the same for every image of a request, got several")
+    text = options[0].tobytes().rstrip(b"\0")
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise OptionError(f'options: expected a JSON object, such as {{"conf": 0.5}}, got {text[:40]!r}')
+    return given
 
 
 def fault_text(error: VisionfastError) -> str:
@@ -163,7 +200,9 @@ def fault_of(text: str) -> VisionfastError | None:
     """The error that a stage gave as `fault_text`, out of the server's text round it; `None`: it is none of ours."""
     found = re.search(r"visionfast\.(\w+): (.*)", text, re.DOTALL)
     kind = getattr(errors, found[1], None) if found else None
-    if found is None or kind is None or not issubclass(kind, VisionfastError) or issubclass(kind, ImageError):
+    # The server's text may be any: a name in `errors` need not be a class.
+    known = isinstance(kind, type) and issubclass(kind, VisionfastError) and not issubclass(kind, ImageError)
+    if found is None or kind is None or not known:
         return None
     made: VisionfastError = kind(found[2])
     return made
@@ -228,9 +267,10 @@ def pack_problems(problems: Sequence[ImageError | None]) -> npt.NDArray[np.uint8
     )
 
 
-def _pack_bytes(rows: Sequence[bytes]) -> npt.NDArray[np.uint8]:
-    """(B, m) uint8, m at least 1, zeros behind each."""
-    packed = np.zeros((len(rows), max(1, *map(len, rows), 1)), np.uint8)
+def _pack_bytes(rows: Sequence[bytes], bucket: int = 1) -> npt.NDArray[np.uint8]:
+    """(B, m) uint8, m the least multiple of `bucket`, but 0; zeros behind each."""
+    size = max(1, *(-(-len(row) // bucket) for row in rows), 1) * bucket
+    packed = np.zeros((len(rows), size), np.uint8)
     for row, content in zip(packed, rows, strict=True):
         row[: len(content)] = np.frombuffer(content, np.uint8)
     return packed
@@ -311,7 +351,7 @@ def _unpack_objects(arrays: Mapping[str, npt.NDArray[Any]], i: int, task: Task) 
 def _unpack_masks(
     joined: npt.NDArray[np.uint8], ends: npt.NDArray[np.int32], image_hw: tuple[int, int]
 ) -> InstanceMasks:
-    starts = np.concatenate(([0], ends[:-1]))
+    starts = np.concatenate(([0], ends))[:-1]
     if len(ends) and (np.any(ends <= starts) or ends[-1] > len(joined)):
         raise ServerError(f"mask_ends: expected rising ends within the {len(joined)} bytes of mask; {_OURS}")
     counts = tuple(joined[start:end].tobytes() for start, end in zip(starts, ends, strict=True))

@@ -1,4 +1,6 @@
-"""What the server's Python backend runs: a repository's `model.py` imports its class from here.
+"""What the server runs: one module a role, each with the `TritonPythonModel` that its Python backend looks for.
 
-Nothing here is imported outside the server, which brings `triton_python_backend_utils`.
+A deployed `model.py` imports one of them: `fused`, or `preprocess`, `engine` and `postprocess`. Neither torch nor
+anything that builds is imported here. One request's fault is that request's error, and one image's is that image's
+entry: neither reaches its neighbours.
 """

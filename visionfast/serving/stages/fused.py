@@ -1,0 +1,84 @@
+"""A whole pipeline in one process: encoded images in, objects out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from visionfast.errors import ImageError, VisionfastError
+from visionfast.results import Detections
+from visionfast.serving.stages.lanes import Lane, Lanes
+from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
+from visionfast.serving.stages.steps import SAMPLE, objects_in, place
+from visionfast.serving.wire import pack_answers
+from visionfast.types import Letterbox
+
+__all__ = ["TritonPythonModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One image, and how its request wants it answered."""
+
+    image: bytes | ImageError
+    options: Mapping[str, Any]
+
+
+class TritonPythonModel:
+    """What the server's Python backend looks for."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._deployed = deployed = Deployed.of(args)
+        self._task = deployed.manifest.spec.task
+        self._lanes = Lanes(deployed.folder, deployed.manifest, threads=deployed.threads, max_batch=deployed.max_batch)
+        options = {"num_classes": len(deployed.manifest.spec.class_names), **deployed.options}
+        self._lanes.on_all(lambda lane: self._answer(lane, [_Asked(SAMPLE, options)]))
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        asked = [guarded(self._read, request) for request in requests]
+        images = [image for some in asked if not isinstance(some, VisionfastError) for image in some]
+        batch = self._lanes.batch
+        calls = [images[first : first + batch] for first in range(0, len(images), batch)]
+        answered = self._lanes.each(lambda lane, call: guarded(self._answer, lane, call), calls)
+        answers = iter(
+            answer
+            for call, some in zip(calls, answered, strict=True)
+            for answer in ([some] * len(call) if isinstance(some, VisionfastError) else some)
+        )
+        return [
+            refused(some) if isinstance(some, VisionfastError) else self._respond([next(answers) for _ in some])
+            for some in asked
+        ]
+
+    def finalize(self) -> None:
+        self._lanes.close()
+
+    def _read(self, request: Any) -> list[_Asked]:
+        options = self._deployed.options_of(request)
+        return [_Asked(image, options) for image in images_of(request)]
+
+    def _answer(self, lane: Lane, images: Sequence[_Asked]) -> list[Detections | ImageError]:
+        """At most a batch of the engine's."""
+        answers: list[Detections | ImageError | None] = [None] * len(images)
+        placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
+        for slot, asked in enumerate(images):
+            try:
+                placed[slot] = place(asked.image, lane.preprocessor, lane.canvas[slot], self._deployed.limits)
+            except ImageError as error:
+                answers[slot] = error
+        if placed:
+            outputs, engine_ns = lane.infer(lane.canvas)
+            for slot, (letterbox, stage_ns) in placed.items():
+                found, objects_ns = objects_in(outputs, slot, letterbox, images[slot].options)
+                stage_ns |= {"engine": engine_ns // len(placed), "postprocess": objects_ns}
+                answers[slot] = replace(found, stage_ns=stage_ns)
+        return [answer for answer in answers if answer is not None]
+
+    def _respond(self, answers: Sequence[Detections | VisionfastError]) -> Any:
+        own: list[Detections | ImageError] = []
+        for answer in answers:
+            if isinstance(answer, VisionfastError) and not isinstance(answer, ImageError):
+                return refused(answer)
+            own.append(answer)
+        return response_of(pack_answers(own, self._task))

@@ -66,13 +66,55 @@ def test_inputs_that_are_not_contiguous_or_read_only(copied_engine: Path) -> Non
 
 
 def test_the_cache_is_keyed_by_what_openvino_forgets(copied_engine: Path) -> None:
+    (copied_engine / "cache" / "an older engine").mkdir(parents=True)
     _load(copied_engine, threads=1).close()
     _load(copied_engine, threads=2).close()
-    folders = sorted(p.name for p in (copied_engine / "cache").iterdir())
+    (cache,) = (copied_engine / "cache").iterdir()  # of this engine's files only
     version = openvino.__version__.split("-")[0]
-    assert {f"{version}-fp32-latency-1t", f"{version}-fp32-latency-2t"} <= set(folders)
+    assert {f"{version}-fp32-latency-1t", f"{version}-fp32-latency-2t"} <= {p.name for p in cache.iterdir()}
     for threads in (1, 2):
-        assert list((copied_engine / "cache" / f"{version}-fp32-latency-{threads}t").glob("*.blob"))
+        assert list((cache / f"{version}-fp32-latency-{threads}t").glob("*.blob"))
+
+
+def test_other_weights_in_the_same_network_are_another_engine(copied_engine: Path) -> None:
+    """OpenVINO's cache looks at the network's file, which two checkpoints of one architecture share."""
+    with _load(copied_engine) as runner:
+        before = runner.infer({"images": _images(0)})["predictions"]
+    weights = copied_engine / "model.bin"
+    halved = np.fromfile(weights, np.float32)
+    floats = (np.abs(halved) > 1e-6) & (np.abs(halved) < 0.4)  # weights: no shape, axis or scale of a resize
+    halved[floats] *= np.float32(0.5)
+    halved.tofile(weights)
+    manifest = artifacts.read_manifest(copied_engine)
+    hashes = {**manifest.sha256, weights.name: artifacts.sha256_file(weights)}
+    with _load(copied_engine, manifest=dataclasses.replace(manifest, sha256=hashes)) as runner:
+        assert not np.allclose(runner.infer({"images": _images(0)})["predictions"], before)
+
+
+@pytest.mark.parametrize("what", ["inputs", "outputs"])
+def test_what_engine_json_says_is_held_against_the_engine(copied_engine: Path, what: str) -> None:
+    manifest = artifacts.read_manifest(copied_engine)
+    (graph,) = manifest.spec.graphs
+    (tensor,) = getattr(graph, what)
+    claimed = dataclasses.replace(tensor, shape=(*tensor.shape[:-1], tensor.shape[-1] * 10**9))
+    graph = dataclasses.replace(graph, **{what: (claimed,)})
+    with pytest.raises(IncompatibleEngineError, match=f"expected {tensor.name} .*000000000.*as engine.json says, got"):
+        OpenVinoBackend().load(copied_engine, manifest, graph, threads=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_after_a_fork_it_says_so(copied_engine: Path) -> None:
+    """Its threads stay behind in the parent: the child would wait for them for ever."""
+    with _load(copied_engine, threads=2) as runner:
+        child = os.fork()
+        if child == 0:
+            try:
+                runner.infer({"images": _images(0)})
+            except BackendError as error:
+                os._exit(7 if "opened before a fork; open it in the child" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        runner.infer({"images": _images(0)})
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])

@@ -6,7 +6,9 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import threading
@@ -139,14 +141,15 @@ class OpenVinoBackend:
         self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, threads: int | None = None
     ) -> OpenVinoRunner:
         self.check_runnable(manifest)
-        return OpenVinoRunner(folder / manifest.files[graph.name], graph, manifest.precision, threads=threads)
+        path, identity = folder / manifest.files[graph.name], _identity(manifest)
+        return OpenVinoRunner(path, graph, manifest.precision, threads=threads, identity=identity)
 
     def load_streams(
         self, folder: Path, manifest: EngineManifest, graph: GraphSpec, *, streams: int, threads: int | None = None
     ) -> list[OpenVinoRunner]:
         self.check_runnable(manifest)
-        path = folder / manifest.files[graph.name]
-        first = OpenVinoRunner(path, graph, manifest.precision, threads=threads, streams=streams)
+        path, identity = folder / manifest.files[graph.name], _identity(manifest)
+        first = OpenVinoRunner(path, graph, manifest.precision, threads=threads, streams=streams, identity=identity)
         return [first, *(first.beside() for _ in range(streams - 1))]
 
 
@@ -195,7 +198,14 @@ class OpenVinoRunner(GraphRunner):
     """
 
     def __init__(
-        self, path: Path, graph: GraphSpec, precision: Precision, *, threads: int | None = None, streams: int = 1
+        self,
+        path: Path,
+        graph: GraphSpec,
+        precision: Precision,
+        *,
+        threads: int | None = None,
+        streams: int = 1,
+        identity: str = "",  # of the files, for the cache of compiled blobs
     ) -> None:
         ov = _import_openvino()
         super().__init__(graph)
@@ -207,7 +217,8 @@ class OpenVinoRunner(GraphRunner):
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": streams,
         }
-        self._cache = _cache_folder(path.parent, precision, threads, streams, ov.__version__)
+        self._cache = _cache_folder(path.parent, identity, precision, threads, streams, ov.__version__)
+        self._process = os.getpid()
         self._requests: dict[_Sizes, Any] = {}
         self._asked: Counter[_Sizes] = Counter()
         self._any_shape: Any = None
@@ -217,6 +228,8 @@ class OpenVinoRunner(GraphRunner):
         self._requests[self._usual] = self._new_request(graph.usual)
 
     def infer(self, feeds: Mapping[str, npt.NDArray[Any]], *, copy: bool = True) -> dict[str, npt.NDArray[Any]]:
+        if os.getpid() != self._process:  # its threads are the parent's: an answer would be waited for for ever
+            raise BackendError("openvino: this engine was opened before a fork; open it in the child process")
         request = self._request_of(check_feeds(self.inputs, feeds))
         self._lent = feeds  # the request points into them until it is given others
         shared = {name: _writable(array) for name, array in feeds.items()}
@@ -290,27 +303,52 @@ class OpenVinoRunner(GraphRunner):
         kept = not sizes or sizes == self._graph.usual
         cached = {"CACHE_DIR": str(self._cache)} if self._cache and kept else {}
         try:
-            return core.compile_model(model, "CPU", self._config | cached)
+            compiled = core.compile_model(model, "CPU", self._config | cached)
         except RuntimeError:
             if not cached:
                 raise
             # A blob cut short by a full disk or a killed process must not make the engine unusable.
             shutil.rmtree(cached["CACHE_DIR"], ignore_errors=True)
-            return core.compile_model(model, "CPU", self._config)
+            compiled = core.compile_model(model, "CPU", self._config)
+        if sizes is not None:
+            self._check(compiled, sizes)
+        return compiled
+
+    def _check(self, compiled: Any, sizes: Mapping[str, int]) -> None:
+        """What engine.json says of the graph is what buffers are made for: it has to be what the graph is."""
+        for specs, ports in ((self.inputs, compiled.inputs), (self.outputs, compiled.outputs)):
+            expected = [f"{spec.name} {spec.sized(sizes)} {spec.dtype}" for spec in specs]
+            got = [f"{port.any_name} {tuple(port.shape)} {port.element_type.to_dtype().name}" for port in ports]
+            if expected != got:
+                raise IncompatibleEngineError(
+                    f"{self._path}: expected {', '.join(expected)}, as engine.json says, got {', '.join(got)}; build the "
+                    "engine again"
+                )
 
 
 def _key(sizes: Mapping[str, int]) -> _Sizes:
     return tuple(sorted(sizes.items()))
 
 
-def _cache_folder(engine: Path, precision: Precision, threads: int, streams: int, version: str) -> Path | None:
-    """Where compiled blobs are kept. OpenVINO's own key ignores all of this, so the path has it."""
+def _identity(manifest: EngineManifest) -> str:
+    """Of an engine's files: other weights in the same network are another engine."""
+    return hashlib.sha256(json.dumps(sorted(manifest.sha256.items())).encode()).hexdigest()[:16]
+
+
+def _cache_folder(
+    engine: Path, identity: str, precision: Precision, threads: int, streams: int, version: str
+) -> Path | None:
+    """Where compiled blobs are kept. OpenVINO's own key is the network's file: it ignores all of this, the weights
+    among it, so the path has it. What is there of an engine that stood in this folder before goes."""
     hint = "latency" if streams == 1 else f"throughput-{streams}s"
-    folder = engine / _CACHE / f"{version.split('-')[0]}-{precision}-{hint}-{threads}t"
+    folder = engine / _CACHE / identity / f"{version.split('-')[0]}-{precision}-{hint}-{threads}t"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        others = [path for path in (engine / _CACHE).iterdir() if identity and path.name != identity]
     except OSError:
         return None
+    for path in others:
+        shutil.rmtree(path, ignore_errors=True)
     return folder if os.access(folder, os.W_OK) else None
 
 

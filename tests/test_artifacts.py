@@ -346,6 +346,20 @@ def test_a_model_with_several_engines(engine_home: Path, monkeypatch: pytest.Mon
     assert only.name == "sm89"
 
 
+def test_a_model_s_own_folder_is_no_engine_s(
+    engine_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match="small: no engine there"):
+        artifacts.find_engine("small")
+    folder = engine_home / "engines" / "small" / "one"
+    folder.mkdir(parents=True)
+    artifacts.write_manifest(folder, _manifest())
+    assert artifacts.find_engine("small") == artifacts.find_engine("small/") == folder
+
+
 def test_of_several_engines_the_preferred_one(engine_home: Path, tmp_path: Path) -> None:
     for root in (engine_home / "engines" / "small", tmp_path / "elsewhere"):
         for precision in ("fp32", "bf16"):

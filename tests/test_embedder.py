@@ -318,6 +318,26 @@ def test_the_cache_is_kept_apart_for_streams(small_engine: Engines, tmp_path: Pa
     assert names == {"latency-2t", "throughput-2s-2t"}
 
 
+def test_other_weights_in_the_same_network_are_another_engine(small_engine: Engines, tmp_path: Path) -> None:
+    """OpenVINO's own key is the network's file, which two checkpoints of one architecture share."""
+    folder = tmp_path / "engine"
+    shutil.copytree(small_engine("openvino", 1), folder, ignore=shutil.ignore_patterns("cache"))
+    image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+    with vf.Embedder.open(folder) as embedder:
+        before = embedder([image]).cls
+    weights = folder / "model.bin"
+    halved = np.fromfile(weights, np.float32)
+    small = (np.abs(halved) > 1e-6) & (np.abs(halved) < 0.4)  # no shape and no axis
+    halved[small] *= np.float32(0.5)
+    halved.tofile(weights)
+    manifest = artifacts.read_manifest(folder)
+    hashes = {**manifest.sha256, weights.name: artifacts.sha256_file(weights)}
+    artifacts.write_manifest(folder, dataclasses.replace(manifest, sha256=hashes))
+    with vf.Embedder.open(folder) as embedder:
+        assert not np.allclose(embedder([image]).cls, before, rtol=0.01)
+    assert len(list((folder / "cache").iterdir())) == 1  # the other one's is gone
+
+
 def test_throughput_streams(small_engine: Engines) -> None:
     manifest = artifacts.read_manifest(small_engine("openvino", 1))
     assert throughput_streams(manifest) == machine.usable_cpus()

@@ -107,7 +107,7 @@ def atomic_write(path: Path, content: bytes) -> None:
     partial: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".partial-")  # the name may be as long as names can be
         partial = Path(name)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -319,33 +319,38 @@ def _find_engine(
     if (path / MANIFEST_NAME).is_file():
         return path
     text = os.fspath(reference).rstrip("/")
-    named = path if path.is_dir() else engines_home() / text
-    if named.is_dir():
+    # A folder in which there is no engine may be the model's own, with its weights in it.
+    for named in (path, engines_home() / text):
         if (named / MANIFEST_NAME).is_file():
             return named
-        inside = _engines(named.glob(f"*/{MANIFEST_NAME}"))
-        able = [folder for folder in inside if len(inside) > 1 and _is_usable(folder, usable)]
-        if len(inside) == 1 or len(able) == 1:
-            return (able or inside)[0]
-        for folder in able:
-            if prefer(read_manifest(folder)):
-                return folder
-        failed = [folder for folder in able if read_manifest(folder).certificate.status == "failed"]
-        able = [folder for folder in able if folder not in failed] or failed
-        if len(able) == 1:
-            return able[0]
-        if able:
-            count = "" if len(able) == len(inside) else f", {len(able)} of them run here"
-            names = ", ".join(map(_reference, able))
-            raise ArtifactError(f"{text}: {len(inside)} engines are there{count}; give one of: {names}")
-        if inside:
-            raise ArtifactError(
-                f"{text}: {len(inside)} engines are there, and none runs here; `visionfast list` says why"
-            )
+        if inside := _engines(named.glob(f"*/{MANIFEST_NAME}")):
+            return _chosen(text, inside, usable, prefer)
     if path.is_file() and path.suffix in MODEL_SUFFIXES:
         raise ArtifactError(f"{text}: expected an engine, got weights; `visionfast build --model {text}` makes one")
     here = ", ".join(dict.fromkeys(p.parent.name for p in engine_folders())) or "none yet"
     raise ArtifactError(f"{text}: no engine there (engines here: {here}); `visionfast build --model …` makes one")
+
+
+def _chosen(
+    text: str,
+    inside: list[Path],
+    usable: Callable[[EngineManifest], bool],
+    prefer: Callable[[EngineManifest], bool],
+) -> Path:
+    """The one of a model's engines that its name stands for."""
+    if len(inside) == 1:
+        return inside[0]
+    able = [folder for folder in inside if _is_usable(folder, usable)]
+    if not able:
+        raise ArtifactError(f"{text}: {len(inside)} engines are there, and none runs here; `visionfast list` says why")
+    manifests = {folder: read_manifest(folder) for folder in able}
+    preferred = [folder for folder in able if prefer(manifests[folder])]
+    passed = [folder for folder in able if manifests[folder].certificate.status != "failed"]
+    if preferred or len(passed or able) == 1:
+        return (preferred or passed or able)[0]
+    count = "" if len(passed or able) == len(inside) else f", {len(passed or able)} of them run here"
+    names = ", ".join(map(_reference, passed or able))
+    raise ArtifactError(f"{text}: {len(inside)} engines are there{count}; give one of: {names}")
 
 
 def _reference(folder: Path) -> str:

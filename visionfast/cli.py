@@ -17,6 +17,7 @@ from visionfast.cli_predict import predict_verb
 from visionfast.cli_search import search_verb
 from visionfast.cli_serve import serve_verb
 from visionfast.errors import OptionError, VisionfastError
+from visionfast.terminal import one_line
 
 __all__ = ["app", "main"]
 
@@ -72,8 +73,7 @@ def _fail(message: str, code: int) -> None:
 
 
 def _complain(message: str) -> None:
-    # A file's name may have line breaks in it.
-    print(f"visionfast: {' '.join(message.splitlines())}", file=sys.stderr)
+    print(f"visionfast: {one_line(message)}", file=sys.stderr)
 
 
 def _version(shown: bool) -> None:

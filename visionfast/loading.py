@@ -9,6 +9,7 @@ from visionfast import artifacts, machine
 from visionfast.backends import DeviceEngine, get_backend
 from visionfast.errors import BackendError, ManifestError, OptionError
 from visionfast.types import EngineManifest, ModelSpec, Runner, Task
+from visionfast.whole_numbers import MAX_THREADS, checked_threads, checked_whole
 
 __all__ = [
     "CANDIDATES",
@@ -115,10 +116,11 @@ def load_graphs(
         device: `cpu`, `cuda` or `cuda:1`; default: what the engine was built for, the first of its kind.
 
     Raises:
-        OptionError: the engine is not for that device, or `threads` is not at least 1.
+        OptionError: the engine is not for that device, or `threads` is out of its range.
         BackendError: this machine cannot run it; nothing stays loaded.
     """
-    _check_asked(manifest, threads, device)
+    threads = checked_threads(threads)
+    _check_device(manifest, device)
     backend, graphs = get_backend(manifest.backend), manifest.spec.graphs
     with contextlib.ExitStack() as opened:
         loaded: list[Runner | DeviceEngine] = []
@@ -138,9 +140,7 @@ def load_graphs(
     return loaded
 
 
-def _check_asked(manifest: EngineManifest, threads: int | None, device: str | None) -> None:
-    if threads is not None and threads < 1:
-        raise OptionError(f"threads: expected at least 1, got {threads}")
+def _check_device(manifest: EngineManifest, device: str | None) -> None:
     if (device == "cpu") != (manifest.device == "cpu") and device is not None:
         built, other = ("the cpu", "a GPU") if manifest.device == "cpu" else (manifest.device, "the cpu")
         raise OptionError(f"device {device}: this engine is for {built}; `visionfast build` makes one for {other}")
@@ -159,13 +159,12 @@ def load_streams(
 
     Arguments and errors as for `load_graphs`; `streams` is at most `threads`.
     """
-    if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
-        raise OptionError(f"streams: expected at least 1, got {streams!r}")
+    threads = checked_threads(threads)
+    most = threads or machine.usable_cpus() if manifest.device == "cpu" else MAX_THREADS
+    streams = checked_whole("streams", streams, most, "one a thread")
     if manifest.device != "cpu" or streams == 1:
         return load_graphs(folder, manifest, threads=threads, device=device)
-    _check_asked(manifest, threads, device)
-    if streams > (most := threads or machine.usable_cpus()):
-        raise OptionError(f"streams: expected at most one a thread, {most}, got {streams}")
+    _check_device(manifest, device)
     (graph,) = manifest.spec.graphs
     backend = get_backend(manifest.backend)
     return list(backend.load_streams(folder, manifest, graph, streams=streams, threads=threads))
@@ -182,4 +181,4 @@ def throughput_streams(manifest: EngineManifest, *, threads: int | None = None) 
     """
     if manifest.device != "cpu":
         return 1
-    return threads or machine.usable_cpus()
+    return checked_threads(threads) or machine.usable_cpus()

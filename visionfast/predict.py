@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageError, OptionError
-from visionfast.image_files import IMAGE_SUFFIXES, count_deeper, printable
+from visionfast.image_files import IMAGE_SUFFIXES, count_deeper
 from visionfast.pipeline import Detector
 from visionfast.predict_output import report
 from visionfast.results import Detections
+from visionfast.terminal import one_line
 
 __all__ = ["Found", "detected", "expand", "run", "tell_overlooked"]
 
@@ -42,7 +43,7 @@ def tell_overlooked(sources: Sequence[str]) -> None:
     """A line on stderr for each directory that has images in folders below it, which `expand` does not look at."""
     for source in sources:
         if os.path.isdir(source) and (count := count_deeper(source)):  # noqa: PTH112
-            print(f"visionfast: {printable(os.fsencode(_deeper(source, count)))}", file=sys.stderr)
+            print(f"visionfast: {one_line(_deeper(source, count))}", file=sys.stderr)
 
 
 def _deeper(source: str, count: int) -> str:

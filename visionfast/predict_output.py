@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -19,11 +20,16 @@ import numpy.typing as npt
 from visionfast.artifacts import atomic_write
 from visionfast.errors import ArtifactError, ImageError, OptionError
 from visionfast.preprocess.decode import DecodeLimits, decode_image
+from visionfast.terminal import one_line
 
-__all__ = ["MANY", "Answer", "json_lines", "report", "write_line"]
+__all__ = ["MANY", "Answer", "check_targets", "json_lines", "report", "write_line"]
 
 MANY = 10
 """Images of a call from which on their progress is shown."""
+
+_OF_A_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL, errno.EISDIR})
+"""What is wrong with one name, not with the disk: too long, no text, of characters that the disk has no room for, a
+folder's."""
 
 
 class Answer(Protocol):
@@ -69,12 +75,13 @@ def report(
         json_to: file for the JSON lines; `-` is stdout.
 
     Returns:
-        how many files could not be answered.
+        how many files could not be answered, or not be drawn.
 
     Raises:
         ArtifactError: an output cannot be written.
-        OptionError: a picture would overwrite its original.
+        OptionError: of `check_targets`, before anything is asked for.
     """
+    check_targets(paths, save=save, json_to=json_to)
     spoken = sys.stderr if json_to == "-" else sys.stdout
     names = _picture_names(paths) if save is not None else {}
     bad = 0
@@ -84,40 +91,86 @@ def report(
                 write_line(lines, _record(path, answer), json_to or "")
             if isinstance(answer, ImageError):
                 bad += 1
-                print(_one_line(f"visionfast: {answer}"), file=sys.stderr)
+                print(one_line(f"visionfast: {answer}"), file=sys.stderr)
                 continue
-            print(_one_line(_sentence(path, answer)), file=spoken)
+            print(one_line(_sentence(path, answer)), file=spoken)
             if save is not None:
-                _save(path, answer, save / names[path])
+                try:
+                    _save(path, answer, save / names[path])
+                except ImageError as error:
+                    bad += 1
+                    print(one_line(f"visionfast: {error}"), file=sys.stderr)
     if bad and len(paths) > 1:  # of a single file, all is said
         print(f"visionfast: {bad} of {len(paths)} images could not be answered", file=sys.stderr)
     return bad
 
 
+def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | None) -> None:
+    """Holds what a call would write against what it reads, by the files' identities, whatever their names are.
+
+    Raises:
+        OptionError: a picture or the JSON would take the place of an image of this call, or of one another.
+    """
+    inputs = _Files(paths)
+    if json_to not in (None, "-", "") and (source := inputs.same(Path(os.path.realpath(json_to)))) is not None:
+        raise OptionError(
+            f"--json {json_to}: would overwrite {_shown(source)}, an image of this call; name another file"
+        )
+    if save is None:
+        return
+    pictures = {path: save / name for path, name in _picture_names(paths).items()}
+    for path, target in pictures.items():
+        if (source := inputs.same(target)) is None:
+            continue
+        what = "its original" if source == path else f"{_shown(source)}, an image of this call"
+        raise OptionError(f"--save {save}: the picture of {_shown(path)} would overwrite {what}; name another folder")
+    if json_to not in (None, "-", "") and _Files(pictures.values()).same(Path(os.path.realpath(json_to))) is not None:
+        raise OptionError(f"--json {json_to}: a picture of --save would overwrite it; name another file")
+
+
+class _Files:
+    """Files that are told by where they are and, of those that exist, by what they are: links lead to one another."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._folders: dict[Path, str] = {}  # as given → without links
+        self._known: dict[tuple[object, ...], Path] = {}
+        for path in paths:
+            for key in self._keys(path):
+                self._known.setdefault(key, path)
+
+    def same(self, path: Path) -> Path | None:
+        """The one that a path leads to."""
+        return next((self._known[key] for key in self._keys(path) if key in self._known), None)
+
+    def _keys(self, path: Path) -> Iterator[tuple[object, ...]]:
+        folder = path.parent
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        yield self._folders[folder], path.name
+        with contextlib.suppress(OSError, ValueError):
+            found = path.stat()
+            yield found.st_dev, found.st_ino
+
+
 def _record(path: Path, answer: Answer | ImageError) -> dict[str, Any]:
     """One image's JSON: `file`, then `image_hw`, what was found and `ms` by stage, or `error`."""
     if isinstance(answer, ImageError):
-        return {"file": _shown(path), "error": {"kind": answer.kind, "message": _printable(answer.reason)}}
+        return {"file": _shown(path), "error": {"kind": answer.kind, "message": _text(answer.reason)}}
     ms = {stage: round(ns / 1e6, 3) for stage, ns in answer.stage_ns.items()}
     return {"file": _shown(path), "image_hw": list(answer.image_hw), **answer.record(), "ms": ms}
 
 
 def _sentence(path: Path, answer: Answer) -> str:
     h, w = answer.image_hw
-    return f"{_shown(path)}: {w}×{h}: {answer.words()} ({sum(answer.stage_ns.values()) / 1e6:.1f} ms)"
-
-
-def _one_line(text: str) -> str:
-    """A file's name may have line breaks in it, and bytes that are no text."""
-    return " ".join(_printable(text).splitlines())
+    return f"{path}: {w}×{h}: {answer.words()} ({sum(answer.stage_ns.values()) / 1e6:.1f} ms)"
 
 
 def _shown(path: Path) -> str:
-    return _printable(str(path))
+    return _text(str(path))
 
 
-def _printable(text: str) -> str:
-    """Bytes of a name that are no UTF-8 as `\\xff`: JSON and terminals have nothing else for them."""
+def _text(text: str) -> str:
+    """Bytes of a name that are no UTF-8 as `\\xff`, for which JSON has nothing else."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -134,18 +187,33 @@ def _picture_names(paths: Sequence[Path]) -> dict[Path, str]:
     return names
 
 
+class _PictureError(ImageError):
+    """The image was answered, and has no picture."""
+
+    kind = "picture"
+
+
 def _save(path: Path, answer: Answer, target: Path) -> None:
+    """Raises `ImageError` for what is wrong with this one picture, `ArtifactError` for what is with all."""
     import cv2
 
     # Decoded again: keeping every batch's pixels for pictures would slow those who want none.
     pixels = decode_image(path, limits=DecodeLimits(allow_truncated=True))
+    if pixels.shape[:2] != answer.image_hw:
+        raise _PictureError(str(path), "it is not drawn, for the file changed while it was answered")
     drawn = answer.draw(pixels)
     done, encoded = cv2.imencode(".jpg", cv2.cvtColor(drawn, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 92])
     if not done:
-        raise ArtifactError(f"{target}: the annotated picture cannot be encoded as JPEG (sides up to 65535 pixels)")
-    if target.resolve() == path.resolve():
-        raise OptionError(f"--save {target.parent}: the picture would overwrite its original; name another folder")
-    atomic_write(target, encoded.tobytes())
+        reason = "the annotated picture cannot be encoded as JPEG (sides up to 65535 pixels)"
+        raise _PictureError(str(path), reason)
+    try:
+        atomic_write(target, encoded.tobytes())
+    except ArtifactError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _OF_A_NAME:
+            raise
+        reason = f"its picture cannot be called {target.name} ({os.strerror(cause.errno)}); rename the file"
+        raise _PictureError(str(path), reason) from error
 
 
 @contextlib.contextmanager
@@ -160,19 +228,19 @@ def json_lines(target: str | None) -> Iterator[TextIO | None]:
         yield None
     elif target == "-":
         yield sys.stdout
-    elif not target or Path(target).is_dir():
+    elif not target or os.path.isdir(target):  # noqa: PTH112 (pathlib's raises where a name is too long)
         raise OptionError(f"--json {target!r}: expected a file to write, or - for stdout")
-    elif (path := Path(target)).exists() and not path.is_file():
+    elif os.path.exists(target) and not os.path.isfile(target):  # noqa: PTH110, PTH113
         try:
-            with path.open("w", encoding="utf-8") as file:
+            with Path(target).open("w", encoding="utf-8") as file:
                 yield file
         except OSError as error:
             raise ArtifactError(f"{target}: cannot be written ({error.strerror})") from error
     else:
-        path = path.resolve()  # a link stays one
+        path = Path(os.path.realpath(target))  # a link stays one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
         except OSError as error:
             raise ArtifactError(f"{target}: cannot be written ({error.strerror})") from error
         try:

@@ -517,7 +517,8 @@ def test_damage_inside_a_jpeg_is_noticed():
     data = bytearray(encode(picture(200, 300), "JPEG", quality=95))
     middle = len(data) // 2
     data[middle : middle + 2] = b"\xff\xd9"
-    with pytest.raises(ImageTruncatedError, match=r"a whole file is needed, unless truncated images are allowed \(--allow-truncated, "):
+    words = r"a whole file is needed, unless truncated images are allowed \(--allow-truncated, "
+    with pytest.raises(ImageTruncatedError, match=words):
         decode_image(bytes(data))
 
 

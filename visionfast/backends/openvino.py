@@ -321,8 +321,8 @@ class OpenVinoRunner(GraphRunner):
             got = [f"{port.any_name} {tuple(port.shape)} {port.element_type.to_dtype().name}" for port in ports]
             if expected != got:
                 raise IncompatibleEngineError(
-                    f"{self._path}: expected {', '.join(expected)}, as engine.json says, got {', '.join(got)}; build the "
-                    "engine again"
+                    f"{self._path}: expected {', '.join(expected)}, as engine.json says, got {', '.join(got)}; "
+                    "build the engine again"
                 )
 
 

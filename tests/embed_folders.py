@@ -11,7 +11,7 @@ from small_embedder import pictures
 from visionfast.embed_run import Progress
 from visionfast.embed_table import Row, read_rows
 
-__all__ = ["StoppedError", "beside", "rows_of", "stop_at", "write_photos"]
+__all__ = ["StoppedError", "beside", "deep_folder", "rows_of", "stop_at", "write_photos"]
 
 _NAMES = (
     *("b.jpg", "a.png", "sub/c.jpg", "sub/deep/d.jpg", "e.jpg", "sub.jpg"),
@@ -27,6 +27,24 @@ def write_photos(folder: Path) -> Path:
         path.write_bytes(cv2.imencode(path.suffix, pixels)[1].tobytes())
     (folder / "notes.txt").write_text("no picture")
     return folder
+
+
+def deep_folder(top: Path) -> str:
+    """Makes folders in one another, so deep that no path leads to the last, not even root's.
+
+    Returns:
+        its path, from `top`'s own name on.
+    """
+    name, levels = "d" * 250, 20
+    top.mkdir(parents=True)
+    place = os.open(top, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir(name, dir_fd=place)
+        below = os.open(name, os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+    return "/".join([top.name, *[name] * levels])
 
 
 def beside(output: Path) -> list[str]:

@@ -106,7 +106,9 @@ def test_a_build_that_cannot_be_certified_leaves_nothing(
     [
         ({"size_hw": (100, 64)}, OptionError, "imgsz: expected multiples of 32.*the nearest are 96x64 and 128x64"),
         ({"size_hw": (0, 64)}, OptionError, "imgsz"),
-        ({"batch": 0}, OptionError, "batch: expected 1 to"),
+        ({"batch": 0}, OptionError, "batch: expected a whole number from 1 to 1024, got 0"),
+        ({"batch": -1}, OptionError, "batch: expected a whole number from 1 to 1024, got -1"),
+        ({"batch": True}, OptionError, "batch: expected a whole number from 1 to 1024, got True"),
         ({"backend": "onnx"}, OptionError, "backend 'onnx': expected one of"),
         ({"precision": "int8"}, OptionError, "precision int8: openvino builds"),
         (

@@ -110,8 +110,18 @@ def test_names_with_line_breaks(home: Path, picture: Path, tmp_path: Path) -> No
     shutil.copy(picture, odd)
     done = visionfast(home, "predict", "tiny", odd, tmp_path / "c\nd.png")
     assert done.returncode == 1
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [str(tmp_path / "a b.png")]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [str(tmp_path / "a\\nb.png")]
     assert [line.startswith("visionfast: ") for line in done.stderr.splitlines()] == [True, True]
+
+
+def test_a_terminal_obeys_no_message(home: Path, tmp_path: Path) -> None:
+    missing = visionfast(home, "predict", "tiny", tmp_path / "\x1b[2J\u202e.jpg")
+    _fails_in_one_line(missing, "/\\x1b[2J\\u202e.jpg: ")
+    _fails_in_one_line(visionfast(home, "show", "\x1b[2J"), "\\x1b[2J: no engine there")
+    usage = visionfast(home, "show", "tiny", "\x1b[2J")
+    assert usage.returncode == 2
+    assert "\\x1b[2J" in usage.stderr
+    assert "\x1b" not in missing.stderr + usage.stderr
 
 
 def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> None:
@@ -153,7 +163,7 @@ def test_directories_and_patterns(home: Path, picture: Path, tmp_path: Path) -> 
         (("build", "--model", "tiny", "--gpu", "sm89", "--keep-fp32", "blocks.4,"), ("'blocks.4,'", "empty")),
         (("build", "--model", "tiny", "--gpu", "sm89", "--keep-fp32", "blocks.4, blocks.99"), ("'blocks.99'",)),
         (("build", "--model", "tiny", "--name", "../tiny"), ("'../tiny'",)),
-        (("show", "a\nb"), ("a b: no engine",)),
+        (("show", "a\nb"), ("a\\nb: no engine",)),
         (("fetch", "yolov9000"), ("yolov9000", "yolov8s-people")),
     ],
 )

@@ -18,7 +18,7 @@ from small_embedder import build_small, pictures
 
 from visionfast.artifacts import read_manifest, write_manifest
 from visionfast.cli import app
-from visionfast.embed_table import Row, TableInfo, engine_identity, write_table
+from visionfast.embed_table import Row, TableInfo, engine_identity, read_info, read_rows, write_table
 from visionfast.embedder import Embedder
 from visionfast.embedding_search import cosines
 from visionfast.errors import ArtifactError, OptionError
@@ -334,6 +334,87 @@ def test_nothing_that_is_read_is_overwritten(embedded: Path, folder: Path, tmp_p
         with pytest.raises(OptionError, match=f"^{option} .*: would overwrite what is read"):
             search(embedded, query, option, target)
     assert (embedded.read_bytes(), query.read_bytes()) == before
+
+
+def test_no_image_of_the_table_is_overwritten(embedded: Path, folder: Path, other: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder.parent, tmp_path / "moved", symlinks=True)
+    table, photos = tmp_path / "moved" / embedded.name, tmp_path / "moved" / "photos"
+    before = {path.name: path.read_bytes() for path in photos.iterdir()}
+    (tmp_path / "soft.png").symlink_to(photos / "3.png")
+    os.link(photos / "3.png", tmp_path / "hard.png")
+    for target in (photos / "5.png", photos / ".." / "photos" / "0.png", tmp_path / "soft.png", tmp_path / "hard.png"):
+        for option in ("--save", "--json"):
+            with pytest.raises(OptionError, match=f"^{option} .*: would overwrite an image of the table; name another"):
+                search(table, other, option, target)
+    (photos / "2.png").write_bytes(b"changed since")  # by its name
+    with pytest.raises(OptionError, match="would overwrite an image of the table"):
+        search(table, other, "--save", photos / "2.png")
+    with pytest.raises(OptionError, match="would overwrite an image of the table"):
+        search(table, other, "--save", folder / "1.png", "--images", folder)
+    assert {path.name: path.read_bytes() for path in photos.iterdir()} == before | {"2.png": b"changed since"}
+    assert search(table, other, "--save", photos / "new.png") == 0  # a name that is free is free
+    assert search(table, other, "--save", photos / "new.png") == 0  # and may be written again
+
+
+def test_no_engine_is_overwritten(embedded: Path, home: Path, other: Path) -> None:
+    engine = home / "engines" / "small" / VARIANT
+    before = {path: path.read_bytes() for path in engine.rglob("*") if path.is_file()}
+    assert {path.relative_to(engine).parts[0] for path in before} > {"engine.json", "cache"}
+    for path in before:
+        with pytest.raises(OptionError, match=r"^--json .*: would overwrite a file of an engine; name another file$"):
+            search(embedded, other, "--json", path)
+    assert {path: path.read_bytes() for path in engine.rglob("*") if path.is_file()} == before
+
+
+def test_no_journal_is_overwritten_and_nothing_twice(embedded: Path, other: Path, tmp_path: Path) -> None:
+    shutil.copy(embedded, tmp_path / "t.parquet")
+    journal = tmp_path / "t.parquet.journal"
+    journal.write_bytes(b"of a run that was stopped")
+    with pytest.raises(OptionError, match="would overwrite what is read"):
+        search(tmp_path / "t.parquet", other, "--json", journal)
+    both = tmp_path / "both.png"
+    with pytest.raises(OptionError, match=r"^--json .*both\.png: is what --save writes, too; name another file$"):
+        search(embedded, other, "--save", both, "--json", both)
+    assert not both.exists()
+
+
+def test_a_terminal_only_shows_what_names_say(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    name = "a\x1b]0;title\x07\x1b[2J\u202egpj.png"
+    shutil.copy(folder / "0.png", photos / name)
+    (photos / "b\x9bad.png").write_bytes(b"no picture")
+    table = tmp_path / "t\x1b[31m.parquet"
+    assert app(["embed", "small", str(photos), "-o", str(table)], standalone_mode=False) == 1
+    told = capsys.readouterr()
+    assert search(table, photos / name, photos / "b\x9bad.png", "--save", tmp_path / "sheet.png") == 1
+    asked = capsys.readouterr()
+    for text in (told.out, told.err, asked.out, asked.err):
+        assert all(line.isprintable() for line in text.splitlines())
+        assert "\x1b" not in text
+    assert r"b\x9bad.png: " in told.err
+    assert r"a\x1b]0;title\x07\x1b[2J\u202egpj.png" in asked.out
+
+
+def test_a_table_that_names_a_long_folder_and_files(
+    embedded: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dataclasses.replace(row, path=row.path * 2000) for row in read_rows(embedded)]
+    made = dataclasses.replace(read_info(embedded), folder="f" * 5000)
+    write_table(tmp_path / "t.parquet", made, sorted(rows, key=lambda row: row.path))
+    assert search(tmp_path / "t.parquet", folder / "0.png", "-k", "2", "--save", tmp_path / "sheet.png") == 0
+    assert search(tmp_path / "t.parquet", folder / "0.png", "--exclude-self", "--save", tmp_path / "sheet.png") == 0
+    assert "pictures not found below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["e" * 5000, "../" * 900, "e\x1b[2J"])
+def test_an_engine_of_any_name(embedded: Path, other: Path, tmp_path: Path, name: str) -> None:
+    made = dataclasses.replace(read_info(embedded), engine_name=name)
+    write_table(tmp_path / "t.parquet", made, read_rows(embedded))
+    with pytest.raises((ArtifactError, OptionError), match=r"t\.parquet"):
+        search(tmp_path / "t.parquet", other)
 
 
 def test_no_table(other: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -17,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="the small engine is exported with torch: pip install 'visionfast[build]'")
 pytest.importorskip("openvino", reason="the small engine runs in openvino: pip install 'visionfast[openvino]'")
 
-from embed_folders import StoppedError, beside, rows_of, stop_at, write_photos
+from embed_folders import StoppedError, beside, deep_folder, rows_of, stop_at, write_photos
 from small_embedder import build_small
 
 from visionfast import embed_job, embed_journal, embed_run, embed_table
@@ -45,6 +46,41 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "out" / "table.parquet"
+
+
+# ---- what cannot be read ----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_read(embedder: Embedder, photos: Path, output: Path) -> None:
+    """Its rows of an earlier run stay, all else goes on."""
+    embed_job.embed_folder(embedder, photos, output)
+    before = rows_of(output)
+    (photos / "sub").rename(photos / "far")
+    deep = deep_folder(photos / "sub")
+    (photos / "a.png").unlink()
+    shutil.copy(photos / "b.jpg", photos / "new.jpg")
+    report = embed_job.embed_folder(embedder, photos, output)
+    assert (report.unread, report.bad, report.removed) == (1, 0, 3)
+    ((folder, reason),) = report.unread_folders
+    assert deep.startswith(folder)
+    assert reason == "File name too long"
+    # One that has the rows of what cannot be read now: they are the old ones, to the bit.
+    lost = os.fsencode(folder) + b"/x.jpg"
+    table = [dataclasses.replace(row, path=lost) if row.path == b"z.jpg" else row for row in read_rows(output)]
+    embed_table.write_table(output, read_info(output), sorted(table, key=lambda row: row.path))
+    report = embed_job.embed_folder(embedder, photos, output)
+    assert (report.unread, report.embedded, report.removed) == (1, 1, 0)
+    np.testing.assert_array_equal(rows_of(output)[os.fsdecode(lost)].vector, before["z.jpg"].vector)
+    report = embed_job.embed_folder(embedder, photos, output)
+    assert (report.unread, report.written) == (1, False)
+    shutil.rmtree(photos / "sub")
+    assert embed_job.embed_folder(embedder, photos, output).removed == 1
+
+
+def test_nothing_but_a_folder_that_cannot_be_read(embedder: Embedder, output: Path, tmp_path: Path) -> None:
+    deep_folder(tmp_path / "photos" / "sub")
+    with pytest.raises(OptionError, match=r"d: cannot be read \(File name too long\)$"):
+        embed_job.embed_folder(embedder, tmp_path / "photos", output)
 
 
 # ---- what comes of it -------------------------------------------------------------------------------------
@@ -352,7 +388,7 @@ def test_names_that_are_no_text(embedder: Embedder, photos: Path, output: Path) 
         np.testing.assert_array_equal(rows[os.fsdecode(name)].vector, rows["b.jpg"].vector)
     assert not embed_job.embed_folder(embedder, photos, output).written
     (photos / os.fsdecode(names[2])).write_bytes(b"x")
-    assert embed_job.embed_folder(embedder, photos, output).bad_files[0][0] == "sub/\\x80 .jpg"
+    assert embed_job.embed_folder(embedder, photos, output).bad_files[0][0] == "sub/\\x80\\n.jpg"
 
 
 def test_an_engine_that_gives_no_numbers(embedder: Embedder, photos: Path, output: Path) -> None:

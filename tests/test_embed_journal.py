@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sqlite3
@@ -229,6 +230,97 @@ def test_another_program_s_database(output: Path) -> None:
     with pytest.raises(ArtifactError, match=r"got something else; move it away$"):
         Journal(output)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "UPDATE answer SET vector = x'00000000'",  # numpy would spread one number over a row
+        "UPDATE answer SET vector = x'000000'",
+        "UPDATE answer SET vector = NULL",
+        "UPDATE answer SET vector = 'twelve bytes'",
+        "UPDATE answer SET error = 'and a vector'",
+        "UPDATE answer SET error = x'ff', vector = NULL",
+        "UPDATE answer SET bytes = 'many'",
+        "UPDATE answer SET modified_ns = 0.5",
+        "UPDATE answer SET sha256 = x'ff'",
+        "UPDATE answer SET path = 'text' WHERE path = x'30'",
+    ],
+)
+def test_an_answer_that_somebody_edited(output: Path, edit: str) -> None:
+    _edited(output, edit)
+    with Journal(output) as journal:
+        with pytest.raises(ArtifactError) as caught:
+            journal.check(3)
+        assert str(caught.value) == (
+            f"{journal.path}: damaged, or of another version (an answer in it is none); "
+            "delete it to begin again, without what is in it"
+        )
+
+
+def _edited(output: Path, *edits: str) -> None:
+    with Journal(output) as journal:
+        journal.list(FILES)
+        journal.start("settings")
+        journal.record(_row(FILES[0]))
+        journal.record(_row(FILES[1], error="no image"))
+        journal.record(_row(FILES[2], sha256=None, error="not readable"))
+    with Journal(output) as journal:
+        journal.check(3)
+        with pytest.raises(ArtifactError, match="delete it"):
+            journal.check(4)
+    with contextlib.closing(sqlite3.connect(output.with_name("table.parquet.journal"))) as there, there:
+        for edit in edits:
+            there.execute(edit)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "DROP TABLE answer",
+        "DROP TABLE setting",
+        "ALTER TABLE answer DROP COLUMN sha256",
+        "ALTER TABLE file ADD COLUMN more",
+        "CREATE TRIGGER more AFTER DELETE ON file BEGIN DELETE FROM answer; END",
+    ],
+)
+def test_a_journal_without_its_tables(output: Path, edit: str) -> None:
+    _edited(output, edit)
+    with pytest.raises(
+        ArtifactError, match=r"journal: damaged, or of another version \(.*\); delete it to begin again"
+    ):
+        Journal(output)
+
+
+def test_text_that_is_none(output: Path) -> None:
+    _edited(output, "UPDATE answer SET sha256 = CAST(x'ff1b' AS TEXT)")
+    with Journal(output) as journal:
+        journal.check(3)
+        with pytest.raises(ArtifactError, match=r"damaged, or of another version \(.*UTF-8.*\); delete it") as caught:
+            list(journal.rows())
+        assert str(caught.value).isprintable()
+
+
+def test_pages_that_are_damaged(output: Path) -> None:
+    with Journal(output) as journal:
+        journal.list(FILES)
+        for i in range(500):
+            journal.record(_row(ImageFile(b"%d" % i, 1, 1)))
+    path = output.with_name("table.parquet.journal")
+    content = bytearray(path.read_bytes())
+    content[8192:] = b"\xaa" * (len(content) - 8192)
+    path.write_bytes(content)
+
+    def used() -> None:
+        with Journal(output) as journal:
+            journal.check(3)
+            journal.list(FILES)
+            list(journal.rows())
+
+    with pytest.raises(
+        ArtifactError, match=r"journal: damaged, or of another version \(.*\); delete it to begin again"
+    ):
+        used()
 
 
 def test_a_folder_in_its_place(output: Path) -> None:

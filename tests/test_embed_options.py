@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="the small engine is exported with torch: pip install 'visionfast[build]'")
 pytest.importorskip("openvino", reason="the small engine runs in openvino: pip install 'visionfast[openvino]'")
@@ -20,6 +22,7 @@ from small_embedder import build_small
 
 from visionfast import embed_job
 from visionfast.backends.fake import FakeRunner
+from visionfast.embed_patches import PatchFolder
 from visionfast.embed_table import engine_identity, read_info
 from visionfast.embedder import Embedder
 from visionfast.errors import ArtifactError, OptionError
@@ -47,7 +50,7 @@ def output(tmp_path: Path) -> Path:
 
 
 def _npz(output: Path) -> dict[str, bytes]:
-    folder = output.with_suffix(".patches")
+    folder = output.with_name("table.parquet.patches")
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -56,7 +59,7 @@ def test_dense_features(embedder: Embedder, photos: Path, output: Path, dtype: A
     report = embed_job.embed_folder(embedder, photos, output, patches=dtype, normalise=normalise)
     assert report.embedded == 11
     assert _npz(output).keys() == {f"{name}.npz" for name in rows_of(output)}
-    found = np.load(output.parent / "table.patches" / "sub" / "deep" / "d.jpg.npz")
+    found = np.load(output.parent / "table.parquet.patches" / "sub" / "deep" / "d.jpg.npz")
     expected = embedder(photos / "sub" / "deep" / "d.jpg", normalise=normalise)
     assert expected.patches is not None
     assert found["patches"].dtype == dtype
@@ -71,8 +74,8 @@ def test_dense_features_of_a_stopped_run(embedder: Embedder, photos: Path, outpu
     embed_job.embed_folder(embedder, photos, whole, patches="float16")
     with pytest.raises(StoppedError):
         embed_job.embed_folder(embedder, photos, output, patches="float16", progress=stop_at(5))
-    (output.parent / "table.patches" / "a.png.npz").unlink()
-    (output.parent / "table.patches" / ".partial").write_bytes(b"of a writer that was killed")
+    (output.parent / "table.parquet.patches" / "a.png.npz").unlink()
+    (output.parent / "table.parquet.patches" / ".partial").write_bytes(b"of a writer that was killed")
     report = embed_job.embed_folder(embedder, photos, output, patches="float16")
     assert (report.embedded, report.kept) == (7, 4)
     assert output.read_bytes() == whole.read_bytes()
@@ -82,7 +85,7 @@ def test_dense_features_of_a_stopped_run(embedder: Embedder, photos: Path, outpu
 def test_dense_features_that_are_missing_changed_or_gone(embedder: Embedder, photos: Path, output: Path) -> None:
     embed_job.embed_folder(embedder, photos, output, patches="float32")
     before, table = _npz(output), output.read_bytes()
-    (output.parent / "table.patches" / "b.jpg.npz").unlink()
+    (output.parent / "table.parquet.patches" / "b.jpg.npz").unlink()
     report = embed_job.embed_folder(embedder, photos, output, patches="float32")
     assert (report.embedded, report.kept) == (1, 10)
     assert (_npz(output), output.read_bytes()) == (before, table)
@@ -90,22 +93,74 @@ def test_dense_features_that_are_missing_changed_or_gone(embedder: Embedder, pho
     (photos / "b.jpg").write_bytes(b"no picture")
     embed_job.embed_folder(embedder, photos, output, patches="float32")
     assert _npz(output).keys() == before.keys() - {"sub/deep/d.jpg.npz", "b.jpg.npz"}
-    assert not (output.parent / "table.patches" / "sub" / "deep").exists()
+    assert not (output.parent / "table.parquet.patches" / "sub" / "deep").exists()
     assert not embed_job.embed_folder(embedder, photos, output, patches="float32").written
 
 
 def test_names_that_dense_features_cannot_have(embedder: Embedder, photos: Path, output: Path) -> None:
     long = f"{'l' * 250}.jpg"
     shutil.copy(photos / "b.jpg", photos / long)
-    shutil.copy(photos / "b.jpg", photos / "b.jpg.npz.jpg")
-    (photos / "e.jpg.npz").mkdir()
-    shutil.copy(photos / "b.jpg", photos / "e.jpg.npz" / "inside.jpg")
+    target = output.parent / "table.parquet.patches" / "b.jpg.npz"
+    target.mkdir(parents=True)
     report = embed_job.embed_folder(embedder, photos, output, patches="float16")
     assert report.bad_files == (
-        ("e.jpg.npz/inside.jpg", "its patches cannot be written (File exists)"),
+        ("b.jpg", "its patches cannot be written (Is a directory)"),
         (long, "its patches cannot be written (File name too long)"),
     )
     assert not embed_job.embed_folder(embedder, photos, output, patches="float16").written
+    target.rmdir()
+    report = embed_job.embed_folder(embedder, photos, output, patches="float16")
+    assert (report.embedded, report.bad) == (1, 1)
+    assert target.is_file()
+
+
+def test_a_name_for_patches_is_tried_again_after_a_stop(embedder: Embedder, photos: Path, output: Path) -> None:
+    target = output.parent / "table.parquet.patches" / "a.png.npz"
+    target.mkdir(parents=True)
+    with pytest.raises(StoppedError):
+        embed_job.embed_folder(embedder, photos, output, patches="float16", progress=stop_at(5))
+    target.rmdir()
+    assert not embed_job.embed_folder(embedder, photos, output, patches="float16").bad
+    assert target.is_file()
+
+
+def test_no_two_images_have_one_file_of_patches(embedder: Embedder, photos: Path, output: Path) -> None:
+    names = ["b.jpg.npz/c.jpg", "b.jpg.npz_/c.jpg", "b.jpg.NPZ__/c.jpg", ".partial/c.jpg", "sub/.partial_/c.jpg"]
+    names += ["b.jpg.npz.jpg", "b.jpg.npz/b.jpg.npz/c.jpg"]
+    for name in names:
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / "b.jpg", photos / name)
+    report = embed_job.embed_folder(embedder, photos, output, patches="float16")
+    assert report.bad_files == ()
+    assert len(_npz(output)) == 11 + len(names)
+    assert {"b.jpg.npz", "b.jpg.npz_/c.jpg.npz", "b.jpg.npz__/c.jpg.npz", ".partial_/c.jpg.npz"} < _npz(output).keys()
+    assert not embed_job.embed_folder(embedder, photos, output, patches="float16").written
+    shutil.rmtree(photos / "b.jpg.npz")
+    embed_job.embed_folder(embedder, photos, output, patches="float16")
+    assert len(_npz(output)) == 11 + len(names) - 2
+
+
+_PARTS = st.sampled_from(
+    [b"a.jpg", b"a.jpg.npz", b"a.jpg.npz_", b"A.JPG.NPZ", b".partial", b".partial_", b".npz", b"_"]
+)
+
+
+@given(st.lists(st.lists(_PARTS, min_size=1, max_size=3).map(b"/".join), max_size=8, unique=True))
+def test_places_of_patches_are_apart(paths: list[bytes]) -> None:
+    folder = PatchFolder(Path("table.parquet"), "float16")
+    files = [folder.file(path + b".jpg") for path in paths]
+    assert len(set(files)) == len(files)
+    taken = {*files, folder.path / ".partial"}
+    assert taken.isdisjoint(parent for file in files for parent in file.parents)
+
+
+def test_tables_of_almost_one_name_have_patches_of_their_own(embedder: Embedder, photos: Path, output: Path) -> None:
+    outputs = [output.with_name(name) for name in ("a.x", "a.y", "a", "a.parquet")]
+    for each in outputs:
+        embed_job.embed_folder(embedder, photos, each, patches="float16", normalise=each.name == "a.y")
+    assert beside(output) == sorted([f"{each.name}{end}" for each in outputs for end in ("", ".patches")])
+    lengths = [np.linalg.norm(np.load(f"{each}.patches/b.jpg.npz")["cls"]) for each in outputs]
+    assert [bool(abs(length - 1) < 1e-4) for length in lengths] == [False, True, False, False]
 
 
 def test_half_precision_has_an_end(embedder: Embedder, photos: Path, output: Path) -> None:
@@ -113,7 +168,7 @@ def test_half_precision_has_an_end(embedder: Embedder, photos: Path, output: Pat
     runner = FakeRunner(graph, lambda feeds: {"cls": 1e6, "patches": -1e6})
     with Embedder(embedder.spec, [runner], manifest=embedder.manifest) as loud:
         embed_job.embed_folder(loud, photos, output, patches="float16")
-    found = np.load(output.parent / "table.patches" / "b.jpg.npz")
+    found = np.load(output.parent / "table.parquet.patches" / "b.jpg.npz")
     assert (found["patches"] == -65504).all()
     assert (found["cls"] == 1e6).all()
 
@@ -275,6 +330,33 @@ def test_no_images(embedder: Embedder, output: Path, tmp_path: Path) -> None:
     assert not output.parent.exists()
 
 
+@pytest.mark.parametrize(("length", "more"), [(300, 61), (247, 8), (240, 1)])
+def test_an_output_whose_name_is_too_long(
+    embedder: Embedder, photos: Path, output: Path, length: int, more: int
+) -> None:
+    long = output.with_name("t" * length)
+    with pytest.raises(OptionError, match=f"the name is too long, .*; make it shorter by {more} bytes$"):
+        embed_job.embed_folder(embedder, photos, long)
+    assert not output.parent.exists()
+    embed_job.embed_folder(embedder, photos, output.with_name("t" * 239), patches="float16")
+    assert beside(output) == ["t" * 239, f"{'t' * 239}.patches"]
+    nested = output.parent / ("d" * 300) / "table.parquet"
+    with pytest.raises(ArtifactError, match=r": cannot be written \(File name too long\)$"):
+        embed_job.embed_folder(embedder, photos, nested)
+
+
+def test_an_image_is_no_output(embedder: Embedder, photos: Path, output: Path) -> None:
+    before = (photos / "b.jpg").read_bytes()
+    output.parent.mkdir()
+    os.link(photos / "b.jpg", output.with_name("hard.parquet"))
+    output.with_name("soft.parquet").symlink_to(photos / "b.jpg")
+    for name in ("hard.parquet", "soft.parquet"):
+        with pytest.raises(ArtifactError, match=r"expected a table of `visionfast embed`, got something else$"):
+            embed_job.embed_folder(embedder, photos, output.with_name(name))
+    assert (photos / "b.jpg").read_bytes() == before
+    assert beside(output) == ["hard.parquet", "soft.parquet"]
+
+
 def test_outputs_that_cannot_be(embedder: Embedder, photos: Path, tmp_path: Path) -> None:
     for output in ("", tmp_path, os.devnull):
         with pytest.raises(OptionError, match=r"expected a file to write the table to$"):
@@ -282,8 +364,9 @@ def test_outputs_that_cannot_be(embedder: Embedder, photos: Path, tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match=r"file: cannot be written \((File exists|Not a directory)\)$"):
         embed_job.embed_folder(embedder, photos, tmp_path / "file" / "table.parquet")
-    with pytest.raises(OptionError, match=r"table\.patches: the dense features would take its place"):
-        embed_job.embed_folder(embedder, photos, tmp_path / "table.patches", patches="float16")
+    (tmp_path / "other.parquet.patches").write_text("no folder")
+    with pytest.raises(OptionError, match=r"other\.parquet\.patches: expected a folder for the patches, got a file; "):
+        embed_job.embed_folder(embedder, photos, tmp_path / "other.parquet", patches="float16")
     with pytest.raises(OptionError, match=r"patches: expected 'float32', 'float16' or None, got 'int8'$"):
         embed_job.embed_folder(embedder, photos, tmp_path / "table.parquet", patches="int8")  # type: ignore[arg-type]
     with (

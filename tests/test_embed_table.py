@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from visionfast import embed_table
 from visionfast.embed_table import COLUMNS, Row, TableInfo, read_info, read_rows, write_table
+from visionfast.embedding_search import rows_of, search
 from visionfast.errors import ArtifactError, ManifestError
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.types import PreprocessSpec
@@ -142,7 +143,7 @@ def _says(path: Path, *words: str) -> None:
 
 def test_what_is_no_table(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
-    _says(path, "cannot be read", "No such file or directory")
+    _says(path, "no such file")
     path.write_bytes(b"")
     _says(path, "got something else")
     path.write_bytes(b"a text\n" * 100)
@@ -155,8 +156,12 @@ def test_a_damaged_table(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     write_table(path, INFO, [_row(b"a"), _row(b"b")])
     whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    _says(path, "got something else")
+    for length in (4, 20, len(whole) // 2, len(whole) - 20):
+        path.write_bytes(whole[:length])
+        _says(path, "damaged; delete it, and embed the images again")
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    path.write_bytes(whole[:footer] + b"\xff" * 40 + whole[footer + 40 :])
+    _says(path, "damaged")
     for columns in (["file"], [*COLUMNS[:-1]]):
         pq.write_table(pq.read_table(pa.BufferReader(whole)).select(columns), path)
         _says(path, "expected the columns file string, bytes int64", "embed the images again")
@@ -181,11 +186,65 @@ def test_metadata_of_another_kind(tmp_path: Path, metadata: str, words: str) -> 
         TableInfo.from_json(metadata)
 
 
+def test_pages_that_are_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    write_table(path, INFO, [_row(b"%03d" % i) for i in range(100)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
+    assert read_info(path) == INFO
+    with pytest.raises(ArtifactError, match=r"table\.parquet: damaged; delete it, and embed the images again$"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dim": 0}, "metadata: dim: expected 1 to 65536, got 0"),
+        ({"dim": -1}, "metadata: dim: expected 1 to 65536, got -1"),
+        ({"dim": 2**40}, "metadata: dim: expected 1 to 65536, got 1099511627776"),
+        ({"folder": "a\ud800"}, r"metadata: folder: expected text, got \ud800 in it"),
+        ({"engine_name": "a\0"}, r"metadata: engine_name: expected text, got \x00 in it"),
+    ],
+)
+def test_claims_that_cannot_be(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "table.parquet"
+    write_table(path, INFO, [_row(b"a")])
+    metadata = {b"visionfast": dataclasses.replace(INFO, **change).to_json().encode()}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
+    _says(path, words, "delete it, and embed the images again")
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    write_table(path, INFO, [_row(b"abcd")])
+    table = pq.read_table(path)
+    buffers = pa.array(["abcd"]).buffers()
+    buffers[2] = pa.py_buffer(b"ab\xff\xfe")
+    pq.write_table(table.set_column(0, table.schema[0], pa.Array.from_buffers(pa.string(), 1, buffers)), path)
+    with pytest.raises(ArtifactError, match=r"table\.parquet: damaged; delete it, and embed the images again$"):
+        list(read_rows(path))
+    for ask in (
+        lambda: search(path, np.ones((1, 3), np.float32), 1),
+        lambda: rows_of(path, ["ab"], ["a"]),
+    ):
+        with pytest.raises(ArtifactError, match=r"table\.parquet: damaged; delete it, and embed the images again$"):
+            ask()
+
+
+def test_a_folder_of_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    info = dataclasses.replace(INFO, folder="f" * 5000)
+    write_table(path, info, [_row(b"a")])
+    assert read_info(path) == info
+
+
 def test_rows_out_of_order(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     for names in ([b"b", b"a"], [b"a", b"a"]):
         write_table(path, INFO, [_row(name) for name in names])
-        with pytest.raises(ArtifactError, match=r"expected the files in order, got 'a' out of it; embed them again$"):
+        with pytest.raises(
+            ArtifactError, match=r"expected the files in order, got 'a' out of it; delete it, and embed them again$"
+        ):
             list(read_rows(path))
 
 

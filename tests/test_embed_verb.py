@@ -23,6 +23,7 @@ import pytest
 pytest.importorskip("torch", reason="the small engine is exported with torch: pip install 'visionfast[build]'")
 pytest.importorskip("openvino", reason="the small engine runs in openvino: pip install 'visionfast[openvino]'")
 
+from embed_folders import deep_folder
 from small_embedder import build_small
 
 from visionfast.embed_table import read_info, read_rows
@@ -99,7 +100,7 @@ def _wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def _patches(out: Path) -> dict[str, bytes]:
-    folder = out / "table.patches"
+    folder = out / "table.parquet.patches"
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npz")}
 
 
@@ -132,7 +133,7 @@ def whole(home: Path, photos: Path) -> Path:
 def _same(out: Path, whole: Path) -> None:
     assert (out / "table.parquet").read_bytes() == (whole / "table.parquet").read_bytes()
     assert _patches(out) == _patches(whole)
-    assert sorted(os.listdir(out)) == ["table.parquet", "table.patches"]  # noqa: PTH208
+    assert sorted(os.listdir(out)) == ["table.parquet", "table.parquet.patches"]  # noqa: PTH208
 
 
 def test_again(home: Path, photos: Path, whole: Path) -> None:
@@ -249,6 +250,16 @@ def test_bad_files(home: Path, photos: Path, out: Path) -> None:
     assert "17 embedded" in allowed.stdout
 
 
+def test_a_folder_that_cannot_be_read(home: Path, photos: Path, out: Path) -> None:
+    folder = out / "photos"
+    shutil.copytree(photos / "0", folder)
+    deep_folder(folder / "deep")
+    for words in ("16 embedded", "nothing new: 16 images"):
+        done = _run(home, "small", folder, "-o", out / "table.parquet")
+        _fails_in_one_line(done, "deep/ddd", "cannot be read (File name too long); nothing in it was looked at")
+        assert words in done.stdout
+
+
 def test_odd_images(home: Path, shared_data: Path, out: Path) -> None:
     done = _run(home, "small", shared_data / "odd-images", "-o", out / "table.parquet")
     assert done.returncode == 1
@@ -283,8 +294,9 @@ def test_a_bar_where_somebody_watches(home: Path, photos: Path, out: Path) -> No
     [
         (("--features", "cls"), "--features cls: expected patch"),
         (("--half",), "--half: goes with --features patch"),
-        (("--threads", "0"), "threads: expected at least 1"),
-        (("--streams", "0"), "streams: expected at least 1"),
+        (("--threads", "0"), "threads: expected a whole number from 1"),
+        (("--threads", str(10**20)), "threads: expected a whole number from 1"),
+        (("--streams", "0"), "streams: expected a whole number from 1"),
         (("--device", "cuda"), "device cuda: this engine is for the cpu"),
     ],
 )

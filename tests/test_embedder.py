@@ -222,9 +222,18 @@ def test_limits_are_held(small_engine: Engines, photographs: list[Path]) -> None
 
 def test_what_is_asked_wrongly(small_engine: Engines) -> None:
     folder = small_engine("openvino", 1)
-    for option in ({"threads": 0}, {"streams": 0}, {"streams": True}, {"streams": 3, "threads": 2}, {"device": "cuda"}):
-        with pytest.raises(OptionError, match="|".join(option)):
-            vf.Embedder.open(folder, **option)  # type: ignore[arg-type]
+    for value in (0, -1, True, "2", 2.5, 10**20):
+        for name in ("threads", "streams"):
+            with pytest.raises(OptionError, match=f"^{name}: expected a whole number from 1 to .*, got {value!r}$"):
+                vf.Embedder.open(folder, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"^streams: expected a whole number from 1 to 2 \(one a thread\), got 3$"):
+        vf.Embedder.open(folder, streams=3, threads=2)
+    with pytest.raises(OptionError, match=r"^threads: expected a whole number"):
+        throughput_streams(artifacts.read_manifest(folder), threads=-1)
+    with pytest.raises(OptionError, match=r"^threads: expected a whole number"):
+        vf.Embedder(small_spec(), [], threads=-1)
+    with pytest.raises(OptionError, match="device cuda: this engine is for the cpu"):
+        vf.Embedder.open(folder, device="cuda")
     with vf.Embedder.open(folder) as embedder:
         with pytest.raises(OptionError, match="on_error: expected 'raise' or 'return', got 'ignore'"):
             embedder([], on_error="ignore")  # type: ignore[arg-type]

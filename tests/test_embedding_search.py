@@ -271,7 +271,7 @@ def _bad_table(path: Path, kind: str) -> str:
     good = written(path, list(np.ones((5000, 6), np.float32)), 6).read_bytes()
     if kind in ("first half", "last byte gone"):
         path.write_bytes(good[: len(good) // 2] if kind == "first half" else good[:-1])
-        return "something else"
+        return "damaged; delete it"
     table = pq.read_table(path)
     if kind == "of another kind":
         pq.write_table(table.replace_schema_metadata({}), path)

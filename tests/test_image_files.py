@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from embed_folders import deep_folder
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -61,7 +62,8 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe")).mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe/a\n\x80.jpg")).write_bytes(b"")
     assert _listed(tmp_path) == [b"\xff\xfe/a\n\x80.jpg"]
-    assert printable(b"\xff\xfe/a\n\x80.jpg") == "\\xff\\xfe/a \\x80.jpg"
+    assert printable(b"\xff\xfe/a\n\x80.jpg") == "\\xff\\xfe/a\\n\\x80.jpg"
+    assert printable("a\x1b[2J\x9b\u202eb".encode()) == r"a\x1b[2J\x9b\u202eb"
 
 
 def test_a_time_that_no_int64_holds(tmp_path: Path) -> None:
@@ -86,6 +88,24 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(OptionError, match=r"closed: cannot be read \(Permission denied\)$"):
         list(image_files(tmp_path))
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    deep = deep_folder(tmp_path / "closed")
+    for name in ("a.jpg", "closed/b.jpg", "open/c.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(OptionError, match=r"d: cannot be read \(File name too long\)$"):
+        list(image_files(tmp_path))
+    told: list[tuple[bytes, str]] = []
+    found = [file.path for file in image_files(tmp_path, unread=lambda *what: told.append(what))]
+    assert sorted(found) == [b"a.jpg", b"closed/b.jpg", b"open/c.jpg"]
+    ((path, reason),) = told
+    assert reason == "File name too long"
+    assert path.startswith(b"closed/" + b"d" * 250)
+    assert deep.startswith(os.fsdecode(path))
+    with pytest.raises(OptionError, match="cannot be read"):
+        next(image_files(tmp_path / "nothing", unread=lambda *what: told.append(what)))
 
 
 _NAMES = st.lists(st.sampled_from([b"a", b"\\", b"\\xff", b"\\x7f", b"x", b"ff", b"\xff", b"\x80", "ü".encode(), b"/"]))

@@ -311,8 +311,9 @@ def test_opening_engines(copied_engine: Path) -> None:
         Detector.open(copied_engine, cnf=0.1)
     with pytest.raises(OptionError, match="option 'runner'"):
         Detector.open(copied_engine, runner=None)
-    with pytest.raises(OptionError, match="threads: expected at least 1, got 0"):
-        Detector.open(copied_engine, threads=0)
+    for threads in (0, 10**20, True, "2", 2.5):
+        with pytest.raises(OptionError, match=f"threads: expected a whole number from 1 to .*, got {threads!r}"):
+            Detector.open(copied_engine, threads=threads)
     with pytest.raises(OptionError, match="conf: expected"):
         Detector.open(copied_engine, conf=2)
     with pytest.raises(OptionError, match="a model for detect; open it with Detector"):

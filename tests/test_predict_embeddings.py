@@ -295,6 +295,40 @@ def test_a_picture_does_not_overwrite_its_original(engine: Path, folder: Path, t
     assert (tmp_path / "a.jpg").read_bytes() == before
 
 
+def test_a_picture_does_not_overwrite_another_image(engine: Path, folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(folder / f"{name}.png", tmp_path / name / "x.jpg")
+    sources = tmp_path / "a" / "x.jpg", tmp_path / "b" / "x.jpg"
+    before = [path.read_bytes() for path in sources]
+    words = rf"--save .*/b: the picture of .*/a/x.jpg would overwrite {sources[1]}, an image of this call; name another"
+    with pytest.raises(OptionError, match=words):
+        predict(engine, *sources, "--save", tmp_path / "b")
+    with pytest.raises(OptionError, match=rf"--json .*x.jpg: would overwrite {sources[0]}, an image of this call"):
+        predict(engine, *sources, "--json", sources[0])
+    assert [path.read_bytes() for path in sources] == before
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["x.jpg"]
+
+
+def test_a_name_as_long_as_names_can_be(
+    engine: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits, no_room = tmp_path / f"{'ö' * 125}a.png", tmp_path / ("y" * 255)
+    for path in (fits, no_room):
+        shutil.copy(folder / "a.png", path)
+    out, found = tmp_path / "out", tmp_path / f"{'z' * 249}.jsonl"
+    sources = no_room, fits, folder / "b.png"
+    assert predict(engine, *sources, "--save", out, "--json", found) == 1
+    assert sorted(path.name for path in out.iterdir()) == ["b.jpg", f"{'ö' * 125}a.jpg"]
+    assert [Path(json.loads(line)["file"]).name for line in found.read_text("utf-8").splitlines()] == [
+        path.name for path in sources
+    ]
+    complaint, count = capsys.readouterr().err.splitlines()
+    assert complaint.startswith(f"visionfast: {no_room}: its picture cannot be called yyy")
+    assert complaint.endswith("y.jpg (File name too long); rename the file")
+    assert count == "visionfast: 1 of 3 images could not be answered"
+
+
 def test_a_truncated_file_is_drawn_on_request(engine: Path, folder: Path, tmp_path: Path) -> None:
     whole = cv2.imencode(".jpg", cv2.resize(cv2.imread(str(folder / "a.png")), (300, 200)))[1].tobytes()
     (tmp_path / "half.jpg").write_bytes(whole[: len(whole) // 2])

@@ -329,8 +329,9 @@ def test_opened_as_what_it_is(
         PromptSegmenter.open(built_engine(seeded_checkpoint("detect", 3)))
     with pytest.raises(OptionError, match="option 'conf': expected one of cache"):
         PromptSegmenter.open(mobile, conf=0.5)
-    with pytest.raises(OptionError, match="threads: expected at least 1"):
-        PromptSegmenter.open(mobile, threads=0)
+    for threads in (0, 10**20, "2"):
+        with pytest.raises(OptionError, match="threads: expected a whole number from 1 to"):
+            PromptSegmenter.open(mobile, threads=threads)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="cache: expected it, or cache_bytes"):
         PromptSegmenter.open(mobile, cache=EmbeddingCache(1), cache_bytes=1)
     with pytest.raises(OptionError, match="expected a whole number of bytes"):

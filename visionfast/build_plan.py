@@ -21,6 +21,7 @@ from visionfast.families import LoadedModel, identify
 from visionfast.islands import with_islands
 from visionfast.onnx_files import sha256_onnx
 from visionfast.types import Certificate, EngineManifest, GraphSpec, Precision, Resize
+from visionfast.whole_numbers import MAX_BATCH, checked_whole
 
 __all__ = ["MAX_BUILDS", "Exported", "Plan", "best_backend"]
 
@@ -113,6 +114,7 @@ class Plan:
         """Decides what was left open, and reads the checkpoint; arguments and errors as for `build.build`."""
         if missing := machine.missing_packages("torch", "onnx", "ultralytics"):
             raise BackendUnavailableError(f"building needs {', '.join(missing)}; `pip install 'visionfast[build]'`")
+        batch = checked_whole("batch", batch, MAX_BATCH)
         if not gpus:
             raise OptionError("gpus: expected at least one GPU generation, such as sm89, got none")
         if name is not None and _plain_name(Path(f"{name}.pt")) != name:

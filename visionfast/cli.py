@@ -51,6 +51,8 @@ def main() -> None:
         if debug:
             raise
         if _is_usage_error(error):
+            if isinstance(message := getattr(error, "message", None), str):
+                error.message = one_line(message)  # type: ignore[attr-defined]
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
         _fail(

@@ -10,6 +10,7 @@ import typer
 
 from visionfast.cli_options import EngineArgument
 from visionfast.errors import OptionError
+from visionfast.terminal import one_line
 
 if TYPE_CHECKING:
     from visionfast.embed_job import EmbedReport
@@ -37,7 +38,8 @@ def embed_verb(
         bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
     ] = False,
 ) -> None:
-    """Embed a folder of images: a row each, with file, sha256 and vector. Exit code 1 if any was bad.
+    """Embed a folder of images: a row each, with file, sha256 and vector. Exit code 1 if any was bad, or a folder
+    in DIR could not be read.
 
     It may be stopped at any moment, and goes on where it was with the same command. Later, that embeds what is new or
     has changed.
@@ -63,7 +65,8 @@ def embed_verb(
     )
     manifest = read_manifest(where, verify=True)
     if manifest.certificate.status == "failed":
-        print(f"visionfast: {engine}: its certificate failed: it does not agree with PyTorch", file=sys.stderr)
+        told = f"{engine}: its certificate failed: it does not agree with PyTorch"
+        print(f"visionfast: {one_line(told)}", file=sys.stderr)
     limits = DecodeLimits(allow_truncated=allow_truncated)
     if streams is None:
         streams = throughput_streams(manifest, threads=threads) if threads is None or threads > 0 else 1
@@ -81,23 +84,31 @@ def embed_verb(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        print(f"visionfast: stopped; what is done is kept, and the same command goes on with {output}", file=sys.stderr)
+        told = f"stopped; what is done is kept, and the same command goes on with {output}"
+        print(f"visionfast: {one_line(told)}", file=sys.stderr)
         sys.exit(130)
     _tell(report, output)
-    if report.bad:
+    if report.bad or report.unread:
         raise typer.Exit(1)
 
 
 def _tell(report: EmbedReport, output: Path) -> None:
+    for folder, reason in report.unread_folders:
+        print(
+            f"visionfast: {folder}: cannot be read ({one_line(reason)}); nothing in it was looked at", file=sys.stderr
+        )
+    if more := report.unread - len(report.unread_folders):
+        print(f"visionfast: … and {more} more folders that cannot be read", file=sys.stderr)
+    where = one_line(str(output))
     if not report.written:
         why = ", as the column `error` says" if report.bad else ""
-        print(f"nothing new: {report.files} images are in {output}, {report.bad} of them bad{why}")
+        print(f"nothing new: {report.files} images are in {where}, {report.bad} of them bad{why}")
         return
     for file, error in report.bad_files:
-        print(f"visionfast: {file}: {error}", file=sys.stderr)
+        print(f"visionfast: {file}: {one_line(error)}", file=sys.stderr)
     if more := report.bad - len(report.bad_files):
         print(f"visionfast: … and {more} more; the column `error` has them all", file=sys.stderr)
     rate = f" ({report.embedded / report.embedding_ns * 1e9:.1f} images/s)" if report.embedded else ""
     said = [f"{report.embedded} embedded{rate}", f"{report.bad} bad"]
     said += [f"{count} {word}" for count, word in ((report.kept, "kept"), (report.removed, "gone")) if count]
-    print(f"{', '.join(said)}: {output}")
+    print(f"{', '.join(said)}: {where}")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from visionfast.errors import ArtifactError, ImageError, OptionError
-from visionfast.image_files import name_bytes, printable, shown_name
+from visionfast.image_files import name_bytes, printable, same_file, shown_name
 from visionfast.preprocess.formats import DAMAGE_REMEDY, WHOLE_FILE
+from visionfast.terminal import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,12 +67,11 @@ def search_verb(
     if save is not None and save.suffix.lower() not in _SUFFIXES:
         raise OptionError(f"--save {save}: expected a file that ends in {', '.join(_SUFFIXES)}")
     paths = expand(queries)
-    for option, target in (("--save", save), ("--json", None if json in (None, "-") else Path(json or ""))):
-        if target is not None and target.resolve() in {path.resolve() for path in (table, *paths)}:
-            raise OptionError(f"{option} {target}: would overwrite what is read; name another file")
     info = table_info(table)
-    tell_overlooked(queries)
     folder = _embedded_folder(table, info) if images is None else images
+    targets = [("--save", save), ("--json", None if json in (None, "-") else Path(json or ""))]
+    _check_targets(targets, table, paths, [_embedded_folder(table, info), folder])
+    tell_overlooked(queries)
     digests = _digests(paths, info)
     vectors = _vectors(table, info, digests, engine, {"threads": threads, "device": device})
     answered = [path for path in paths if not isinstance(vectors[path], ImageError)]
@@ -100,6 +100,36 @@ def search_verb(
         _save(save, [(path, hits.get(path, []), vectors[path]) for path in paths], folder)
     if len(answered) < len(paths):
         raise typer.Exit(1)
+
+
+def _check_targets(
+    targets: Sequence[tuple[str, Path | None]], table: Path, queries: Sequence[Path], folders: Sequence[Path]
+) -> None:
+    """Raises `OptionError` where an option's file is one that is read: the table, a query, an image of the table, a
+    file of an engine; or the other option's.
+    """
+    from visionfast.artifacts import MANIFEST_NAME
+    from visionfast.embed_journal import journal_path
+    from visionfast.embedding_search import files_at
+
+    read = [table, journal_path(Path(os.path.realpath(table))), *queries]
+    seen: list[tuple[str, Path]] = []
+    for option, target in targets:
+        if target is None:
+            continue
+        place = Path(os.path.realpath(target))
+        for other, path in seen:
+            if path == place:
+                raise OptionError(f"{option} {target}: is what {other} writes, too; name another file")
+        seen.append((option, place))
+        if not os.path.isfile(place):  # noqa: PTH113 (pathlib's raises for a long name)
+            continue
+        if any(same_file(place, path) for path in read):
+            raise OptionError(f"{option} {target}: would overwrite what is read; name another file")
+        if any((parent / MANIFEST_NAME).is_file() for parent in place.parents[:4]):  # cache/*/*/ too
+            raise OptionError(f"{option} {target}: would overwrite a file of an engine; name another file")
+        if files_at(table, place, folders):
+            raise OptionError(f"{option} {target}: would overwrite an image of the table; name another file")
 
 
 def _digests(paths: Sequence[Path], info: TableInfo) -> dict[Path, str | ImageError]:
@@ -174,8 +204,8 @@ def _find_engine(named: str | None, table: Path, info: TableInfo) -> tuple[Path,
     manifest = read_manifest(folder, verify=True)
     if engine_identity(manifest) != info.engine:
         raise OptionError(
-            f"{named or folder}: expected the engine that {table} was made with, {info.engine_name}, got another; its "
-            "vectors cannot be compared: embed the images again, or name the first one by --engine"
+            f"{named or folder}: expected the engine that {table} was made with, {one_line(info.engine_name)}, got "
+            "another; its vectors cannot be compared: embed the images again, or name the first one by --engine"
         )
     return folder, manifest
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from visionfast._version import __version__
-from visionfast.embed_journal import Journal, job_settings
+from visionfast.embed_journal import Journal, job_settings, journal_path
 from visionfast.embed_patches import PatchFolder
 from visionfast.embed_run import EmbedReport, Progress, Run
 from visionfast.embed_table import TableInfo, engine_identity, read_info
@@ -22,6 +22,7 @@ from visionfast.embedder import Embedder
 from visionfast.errors import ArtifactError, ManifestError, OptionError
 from visionfast.image_files import IMAGE_SUFFIXES, image_files, name_bytes, printable, shown_name
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.terminal import one_line
 
 __all__ = ["EmbedReport", "Progress", "begun", "check_output", "embed_folder"]
 
@@ -51,7 +52,8 @@ def embed_folder(
 ) -> EmbedReport:
     """Embeds every image file below a folder, and writes their vectors to a table (`visionfast.embed_table`).
 
-    A file that cannot be answered is a row with an error, and harms no other. Called again, it embeds what is new or
+    A file that cannot be answered is a row with an error, and harms no other; of a folder that cannot be read the rows
+    that were there are kept, and the report says so. Called again, it embeds what is new or
     has changed, drops what is gone, and leaves the table as it is where there is neither. A file whose error lies in
     its bytes is tried again once it has changed, one that could not be read every time.
 
@@ -67,9 +69,9 @@ def embed_folder(
         progress: is told how far it is.
 
     Raises:
-        OptionError: no folder, or one without images; the table's name ends like that of another format; the table or
-            the journal there is that of another engine, of other options or of another folder; or another job is
-            writing it.
+        OptionError: no folder, or one without images; the table's name is too long, or ends like that of another
+            format; the table or the journal there is that of another engine, of other options or of another folder; or
+            another job is writing it.
         ArtifactError: the table, the journal or a file of dense features cannot be read or written.
         BackendError: the runtime failed.
         KeyboardInterrupt: it was stopped. After this and every other error what was done is kept, and the same call
@@ -82,7 +84,10 @@ def embed_folder(
         raise OptionError(f"patches: expected 'float32', 'float16' or None, got {patches!r}")
     table, root = Path(os.path.realpath(output)), Path(folder)
     check_output(output)
-    if next(image_files(root), None) is None:
+    unread: list[tuple[bytes, str]] = []
+    if next(image_files(root, unread=lambda *told: unread.append(told)), None) is None:
+        for path, reason in unread:
+            raise OptionError(f"{printable(os.fsencode(root) + b'/' + path)}: cannot be read ({reason})")
         raise OptionError(f"{printable(os.fsencode(root))}: expected a folder with images, found none in it")
     info = _info(embedder, root, table, engine_name, limits or DecodeLimits(), normalise, patches)
     dense = PatchFolder(table, patches) if patches is not None else None
@@ -102,8 +107,17 @@ def embed_folder(
 def check_output(output: str | os.PathLike[str]) -> None:
     """Raises `OptionError` unless a table may be written there, as far as its name says."""
     path = Path(output)
-    if not os.fspath(output) or (path.exists() and not path.is_file()):
+    if not os.fspath(output) or (os.path.exists(path) and not path.is_file()):  # noqa: PTH110 (raises for a long name)
         raise OptionError(f"{os.fspath(output)!r}: expected a file to write the table to")
+    table = Path(os.path.realpath(output))
+    longest = journal_path(journal_path(table)).name  # SQLite's own, beside the journal
+    with contextlib.suppress(OSError):
+        most = os.pathconf(next(each for each in table.parents if os.path.isdir(each)), "PC_NAME_MAX")  # noqa: PTH112
+        if (more := len(os.fsencode(longest)) - most) > 0:
+            raise OptionError(
+                f"{printable(os.fsencode(path))}: the name is too long, with what is written beside it; "
+                f"make it shorter by {more} bytes"
+            )
     if path.suffix.lower() in _OF_OTHERS:
         better = printable(os.fsencode(path.with_suffix(".parquet")))
         raise OptionError(f"{printable(os.fsencode(path))}: the table is a Parquet file; call it {better}")
@@ -158,7 +172,7 @@ def _of_journal(journal: Journal) -> TableInfo:
     try:
         return TableInfo.from_json(journal.settings or "")
     except ManifestError as error:
-        raise ArtifactError(f"{journal.path}: {error}; delete it to begin again") from None
+        raise ArtifactError(f"{journal.path}: {error}; delete it to begin again, without what is in it") from None
 
 
 def _check_same(info: TableInfo, there: TableInfo, path: Path, home: Path) -> None:
@@ -170,7 +184,7 @@ def _check_same(info: TableInfo, there: TableInfo, path: Path, home: Path) -> No
             raise OptionError(f"{path}: made {was}, this is {asked}; {remedy}")
     # A folder that is not where it was may have been moved; one that still is there is another one.
     folder = home / os.fsdecode(name_bytes(there.folder))
-    if there.folder != info.folder and folder.exists():
+    if there.folder != info.folder and os.path.exists(folder):  # noqa: PTH110 (pathlib's raises for a long name)
         shown = printable(os.fsencode(os.path.normpath(folder)))
         raise OptionError(f"{path}: made of {shown}, this is another folder; {remedy}")
 
@@ -178,9 +192,9 @@ def _check_same(info: TableInfo, there: TableInfo, path: Path, home: Path) -> No
 def _told_apart(name: str, there: TableInfo, info: TableInfo) -> tuple[str, str]:
     """How one was made and the other is to be, as the command line says it."""
     if name == "engine":
-        names = [one.engine_name for one in (there, info)]
+        names = [one_line(one.engine_name) for one in (there, info)]
         if names[0] == names[1]:  # built anew, or brought to another place
-            names = [f"{one.engine_name} ({one.engine:.12}…)" for one in (there, info)]
+            names = [f"{one_line(one.engine_name)} ({one_line(one.engine[:12])}…)" for one in (there, info)]
         return f"with the engine {names[0]}", f"with {names[1]}"
     if name == "normalised":
         return ("with --normalise", "without it") if there.normalised else ("without --normalise", "with it")

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from visionfast.embed_patches import CANNOT_BE_WRITTEN
 from visionfast.embed_table import Row
 from visionfast.errors import ArtifactError, OptionError
 from visionfast.image_files import ImageFile
+from visionfast.terminal import one_line
 
 __all__ = ["Journal", "job_settings", "journal_path"]
 
@@ -37,6 +39,12 @@ _TABLES = (
     "CREATE TABLE answer (path BLOB PRIMARY KEY, bytes INTEGER NOT NULL, modified_ns INTEGER NOT NULL, sha256 TEXT, "
     "error TEXT, vector BLOB)",
 )
+_SOUND = (
+    "typeof(path) = 'blob' AND typeof(bytes) = 'integer' AND typeof(modified_ns) = 'integer' "
+    "AND typeof(sha256) IN ('text', 'null') AND (typeof(error) = 'text' AND vector IS NULL "
+    "OR error IS NULL AND typeof(vector) = 'blob' AND length(vector) = ?)"
+)
+"""Of an answer, where somebody wrote in the file who does not know it: SQLite takes anything into any column."""
 
 
 def journal_path(output: Path) -> Path:
@@ -67,7 +75,7 @@ class Journal:
 
     Raises:
         OptionError: another job has it.
-        ArtifactError: it cannot be written, or the file there is none.
+        ArtifactError: it cannot be written, or the file there is none, or damaged.
     """
 
     def __init__(self, output: Path) -> None:
@@ -103,6 +111,8 @@ class Journal:
             for table in _TABLES:
                 run(table)
             run(f"PRAGMA application_id = {_APPLICATION_ID}")
+        elif sorted(sql for (sql,) in run("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")) != sorted(_TABLES):
+            raise self._damaged("its tables are others")
         run("COMMIT")
         run("PRAGMA cache_size = -32768")  # KiB: a million names in no order are put in order
 
@@ -121,6 +131,13 @@ class Journal:
         with self._failing():
             self._connection.execute("INSERT OR REPLACE INTO setting VALUES ('job', ?)", (settings,))
 
+    def check(self, dim: int) -> None:
+        """Raises `ArtifactError` unless every answer has what a row needs, a vector of `dim` numbers or an error."""
+        with self._failing():
+            sql = f"SELECT path FROM answer WHERE NOT ({_SOUND}) LIMIT 1"
+            if self._connection.execute(sql, (4 * dim,)).fetchone() is not None:
+                raise self._damaged("an answer in it is none")
+
     @property
     def answers(self) -> int:
         with self._failing():
@@ -129,10 +146,12 @@ class Journal:
     # ---- what there is to do ------------------------------------------------------------------------------
 
     def list(self, files: Iterable[ImageFile]) -> int:
-        """Puts a new listing in the place of the last one; how many files that is."""
+        """Puts a new listing in the place of the last one; how many files that is. Of a path the first counts."""
         with self._failing(), self._transaction():
             self._connection.execute("DELETE FROM file")
-            self._connection.executemany("INSERT INTO file (path, bytes, modified_ns) VALUES (?, ?, ?)", files)
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO file (path, bytes, modified_ns) VALUES (?, ?, ?)", files
+            )
             return self._count("file")
 
     def keep(self, rows: Iterable[Row]) -> tuple[int, int, int]:
@@ -153,15 +172,17 @@ class Journal:
     def revise(self, whole: Callable[[bytes], bool]) -> None:
         """Forgets the answers of an earlier run that are not, or no longer, what the listing asks for.
 
-        Those are the ones of files that changed or are gone; that could not be read, for they may be by now; that the
-        table has already, where the run was killed after it was written; and those with `not whole(path)`.
+        Those are the ones of files that changed or are gone; that could not be read, or whose patches could not be
+        written, for they may be by now; that the table has already, where the run was killed after it was written; and
+        those with `not whole(path)`.
         """
         with self._failing(), self._transaction():
             run = self._connection.execute
             run(
-                "DELETE FROM answer WHERE sha256 IS NULL OR NOT EXISTS "
+                "DELETE FROM answer WHERE sha256 IS NULL OR instr(error, ?) = 1 OR NOT EXISTS "
                 "(SELECT 1 FROM file WHERE file.path = answer.path AND "
-                "file.bytes = answer.bytes AND file.modified_ns = answer.modified_ns AND NOT file.kept)"
+                "file.bytes = answer.bytes AND file.modified_ns = answer.modified_ns AND NOT file.kept)",
+                (CANNOT_BE_WRITTEN,),
             )
             for (path,) in self._paged("SELECT path FROM answer WHERE path > ? AND error IS NULL"):
                 if not whole(path):
@@ -263,6 +284,12 @@ class Journal:
             yield from page
             last = page[-1][0]
 
+    def _damaged(self, reason: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self.path}: damaged, or of another version ({one_line(reason)}); delete it to begin again, without what "
+            "is in it"
+        )
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self.commit()
@@ -288,7 +315,9 @@ class Journal:
                 raise OptionError(
                     f"{self._output}: another job is writing it; wait for that one, or name another output"
                 ) from error
-            if "not a database" in reason or "malformed" in reason:
+            if any(words in reason for words in ("malformed", "no such", "decode")):
+                raise self._damaged(reason) from error
+            if "not a database" in reason:
                 raise ArtifactError(
                     f"{self.path}: expected a journal of `visionfast embed`, got something else ({reason}); "
                     "move it away"

@@ -14,14 +14,14 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from visionfast.embed_journal import Journal
-from visionfast.embed_patches import PatchFolder
+from visionfast.embed_patches import CANNOT_BE_WRITTEN, PatchFolder
 from visionfast.embed_table import Row, TableInfo, read_rows, write_table
 from visionfast.embedder import Embedder
 from visionfast.errors import ArtifactError, ImageError
@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[str, int, "int | None"], None]
 """Told the stage (`listing`, `embedding`, `writing`), how many files of it are done, and of how many."""
 
 _SHOWN = 20
-"""Bad files that a report names."""
+"""Bad files, and folders that could not be read, that a report names."""
 _TOLD_EVERY = 1000
 """Files, where each is a matter of microseconds."""
 
@@ -52,9 +52,11 @@ class EmbedReport:
         files: its rows.
         embedded: vectors that this run computed.
         kept: rows that were there already: in the table, or in the journal of a run that was stopped.
-        removed: rows of files that are gone.
+        removed: rows of files that are gone; none is below a folder that could not be read.
         bad: rows with an error, those that are kept among them.
         bad_files: the first 20 of these, path and error, each one line.
+        unread: folders that could not be read; rows that were there of what is in them are left as they are.
+        unread_folders: the first 20 of these, path and error, each one line.
         written: whether the table was written; `False` where there was nothing new.
         embedding_ns: that embedding took.
     """
@@ -66,6 +68,8 @@ class EmbedReport:
     removed: int
     bad: int
     bad_files: tuple[tuple[str, str], ...]
+    unread: int
+    unread_folders: tuple[tuple[str, str], ...]
     written: bool
     embedding_ns: int
 
@@ -91,6 +95,7 @@ class Run:
         info: what the new one will say.
         dense: where dense features go, if they are wanted.
         journal: open, and of the same job.
+        unread: folders that could not be read, and why.
     """
 
     embedder: Embedder
@@ -101,9 +106,11 @@ class Run:
     dense: PatchFolder | None
     journal: Journal
     progress: Progress
+    unread: list[tuple[bytes, str]] = field(default_factory=list, init=False)
 
     def __call__(self) -> EmbedReport:
-        files = self.journal.list(self._watched(image_files(self.root), "listing", None))
+        self.journal.check(self.info.dim)
+        files = self.journal.list(self._watched(self._listed(), "listing", None))
         bad = _Bad()
         rows, known, kept = self.journal.keep(bad.noted(self._to_keep()))
         self.journal.revise(self._whole)
@@ -125,17 +132,33 @@ class Run:
             removed=rows - known,
             bad=bad.count,
             bad_files=tuple(bad.first),
+            unread=len(self.unread),
+            unread_folders=tuple((printable(path), reason) for path, reason in self.unread[:_SHOWN]),
             written=not nothing_new,
             embedding_ns=embedding_ns,
         )
 
     # ---- what there is ------------------------------------------------------------------------------------
 
+    def _listed(self) -> Iterator[ImageFile]:
+        """The files there are; of a folder that cannot be read those that the table has, for nobody said they are gone.
+
+        A disk that is away for a moment must not cost what took hours.
+        """
+        yield from image_files(self.root, unread=lambda *told: self.unread.append(told))
+        if self.unread:
+            below = tuple(path + b"/" for path, _ in self.unread)
+            for row in self._old(vectors=False):
+                if row.path.startswith(below):
+                    yield ImageFile(row.path, row.n_bytes, row.modified_ns)
+
     def _to_keep(self) -> Iterator[Row]:
         """The table's rows; one that has to be made again comes with a size that no file has."""
         for row in self._old(vectors=False):
             if row.error is None:
                 fits = self._whole(row.path)
+            elif self.dense is not None and row.error.startswith(CANNOT_BE_WRITTEN):
+                fits = self.dense.refusal(row.path) == row.error
             else:
                 fits = row.sha256 is not None or self._unreadable(row.path) == row.error
             yield row if fits else dataclasses.replace(row, n_bytes=-1)

@@ -20,6 +20,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from visionfast.errors import ArtifactError, ManifestError
 from visionfast.image_files import name_bytes, shown_name
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.strict_json import decode
+from visionfast.terminal import one_line
 from visionfast.types import EngineManifest, PreprocessSpec
 
 __all__ = [
@@ -41,16 +43,26 @@ __all__ = [
     "Row",
     "TableInfo",
     "engine_identity",
+    "open_table",
     "read_info",
     "read_rows",
     "write_table",
 ]
 
 COLUMNS = ("file", "bytes", "modified_ns", "sha256", "error", "vector")
+_MAGIC = b"PAR1"
+"""The first bytes of a Parquet file."""
 _METADATA_KEY = b"visionfast"
 _FORMAT = 1
+_DIM_MOST = 1 << 16
+"""Of the networks that are known, the widest has 4,096 channels; what a file claims is memory."""
 _ROW_GROUP_BYTES = 16 << 20
 """Of vectors. It sets how much memory a reader or a writer needs, and it belongs to the bytes of the file."""
+
+
+_TEXTS = ("model", "architecture", "license", "engine", "engine_name", "folder", "visionfast")
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""No path, and no file of UTF-8, has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,11 @@ class TableInfo:
         if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
             raise ManifestError(f"metadata: expected format {_FORMAT}")
         info: TableInfo = decode(cls, document, "metadata")
+        if not 1 <= info.dim <= _DIM_MOST:
+            raise ManifestError(f"metadata: dim: expected 1 to {_DIM_MOST}, got {info.dim}")
+        for name in _TEXTS:
+            if (found := _NO_TEXT.search(getattr(info, name))) is not None:
+                raise ManifestError(f"metadata: {name}: expected text, got {one_line(found[0])} in it")
         return info
 
 
@@ -134,19 +151,31 @@ def engine_identity(manifest: EngineManifest) -> str:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[pq.ParquetFile]:
+def open_table(path: Path) -> Iterator[pq.ParquetFile]:
+    """The Parquet file; inside, what Arrow says of it becomes one line.
+
+    Raises:
+        ArtifactError: it is not there, cannot be read, is damaged, or no Parquet file.
+    """
     try:
         # pyarrow's pre_buffer, on by default, holds on to all that was read.
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield file
     except pa.ArrowException as error:
-        raise ArtifactError(
-            f"{path}: expected a table of `visionfast embed`, got something else, or damaged"
-        ) from error
+        raise _unusable(path) from error
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: no such file") from error
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({_reason(error)})") from error
+        if error.errno is None:  # Arrow's word for bytes that are no Thrift, which goes on for lines
+            raise _unusable(path) from error
+        raise ArtifactError(f"{path}: cannot be read ({os.strerror(error.errno)})") from error
+
+
+def _unusable(path: Path) -> ArtifactError:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_MAGIC)) == _MAGIC:
+            return ArtifactError(f"{path}: damaged; delete it, and embed the images again")
+    return ArtifactError(f"{path}: expected a table of `visionfast embed`, got something else")
 
 
 def read_info(path: Path) -> TableInfo:
@@ -155,7 +184,7 @@ def read_info(path: Path) -> TableInfo:
     Raises:
         ArtifactError: it is not there, cannot be read, is damaged, or no table that `visionfast embed` wrote.
     """
-    with _reading(path) as file:
+    with open_table(path) as file:
         return _info(path, file.schema_arrow)
 
 
@@ -166,13 +195,13 @@ def _info(path: Path, schema: pa.Schema) -> TableInfo:
     try:
         info = TableInfo.from_json(content)
     except ManifestError as error:
-        raise ArtifactError(f"{path}: {error}; embed the images again") from None
+        raise ArtifactError(f"{path}: {error}; delete it, and embed the images again") from None
     expected = _schema(info)
     if not schema.equals(expected):
         got = ", ".join(f"{field.name} {field.type}" for field in schema)
         raise ArtifactError(
             f"{path}: expected the columns {', '.join(f'{field.name} {field.type}' for field in expected)}, got {got}; "
-            "embed the images again"
+            "delete it, and embed the images again"
         )
     return info
 
@@ -187,18 +216,21 @@ def read_rows(path: Path, *, vectors: bool = True) -> Iterator[Row]:
     Raises:
         ArtifactError: as `read_info`, or its rows are not in order.
     """
-    with _reading(path) as file:
+    with open_table(path) as file:
         info = _info(path, file.schema_arrow)
         last = b""
         columns = COLUMNS if vectors else COLUMNS[:-1]
         for batch in file.iter_batches(batch_size=_rows_a_group(info.dim), columns=list(columns), use_threads=False):
+            batch.validate(full=True)  # text is UTF-8, and what should have a value has one
             names, *plain, errors = (batch.column(name).to_pylist() for name in COLUMNS[:-1])
             found = _dense(batch.column("vector"), info.dim) if vectors else [None] * len(batch)
             for name, n_bytes, modified_ns, sha256, error, vector in zip(names, *plain, errors, found, strict=True):
+                if name is None or n_bytes is None or modified_ns is None:
+                    raise _unusable(path)
                 row = Row(name_bytes(name), n_bytes, modified_ns, sha256, error, None if error is not None else vector)
                 if row.path <= last:
                     raise ArtifactError(
-                        f"{path}: expected the files in order, got {name!r} out of it; embed them again"
+                        f"{path}: expected the files in order, got {name!r} out of it; delete it, and embed them again"
                     )
                 last = row.path
                 yield row

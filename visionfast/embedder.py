@@ -22,6 +22,7 @@ from visionfast.sessions.embed_stream import embed_stream
 from visionfast.sessions.embeddings import Embedded, EmbedSession, without_frames
 from visionfast.sessions.opening import open_embed_session
 from visionfast.types import EngineManifest, ModelSpec, Runner
+from visionfast.whole_numbers import checked_threads
 
 __all__ = ["Embedder"]
 
@@ -40,7 +41,7 @@ class Embedder:
         manifest: of the engine.
 
     Raises:
-        OptionError: the model has another task.
+        OptionError: the model has another task, or `threads` is out of its range.
         BackendError: the runtime failed; the engines are closed then.
     """
 
@@ -59,7 +60,7 @@ class Embedder:
             raise OptionError(f"{spec.name}: a model for {spec.task}; `visionfast.open` opens it")
         self.spec = spec
         self.manifest = manifest
-        self._threads = threads or machine.usable_cpus()
+        self._threads = checked_threads(threads) or machine.usable_cpus()
         self._closed = False
         self.session: EmbedSession = open_embed_session(spec, engines, limits or DecodeLimits())
 

@@ -6,7 +6,6 @@ No index: of 200,000 vectors of 384 channels, reading is half of the 1.2 s of pr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from visionfast.embed_table import TableInfo, read_info
+from visionfast.embed_table import TableInfo, open_table, read_info
 from visionfast.errors import ArtifactError, OptionError, ShapeError
+from visionfast.image_files import name_bytes, same_file, shown_name
 from visionfast.types import FloatArray
 
-__all__ = ["Hit", "Nearest", "cosines", "rows_of", "search", "table_info", "vectors_by_sha256"]
+__all__ = ["Hit", "Nearest", "cosines", "files_at", "rows_of", "search", "table_info", "vectors_by_sha256"]
 
 _BATCH_BYTES = 16 << 20
 """Of vectors, float32, that are in memory at a time."""
@@ -202,7 +200,7 @@ def vectors_by_sha256(table: Path, wanted: Collection[str]) -> dict[str, npt.NDA
     dim = table_info(table).dim
     known: dict[str, npt.NDArray[np.float32]] = {}
     groups: set[int] = set()
-    with _reading(table) as file:
+    with open_table(table) as file:
         # First the hashes, which are small; then the vectors of only those row groups that have one of them.
         for group in range(file.num_row_groups):
             hashes = file.read_row_group(group, columns=["sha256"]).column("sha256").to_pylist()
@@ -247,6 +245,31 @@ def rows_of(table: Path, sha256: Sequence[str], files: Sequence[str | None]) -> 
     ]
 
 
+def files_at(table: Path, place: Path, folders: Sequence[Path]) -> bool:
+    """Whether a file that is there is one of the table's images, under its own name or another.
+
+    Args:
+        table: as for `search`.
+        place: of the file.
+        folders: that the table's files may be below.
+
+    Raises:
+        ArtifactError: as `search`.
+    """
+    roots = [os.path.realpath(folder) for folder in folders]
+    names = {shown_name(os.fsencode(os.path.relpath(os.path.realpath(place), root))) for root in roots}
+    size = place.stat().st_size
+    for batch in _batches(table, table_info(table).dim, ["file", "bytes"]):
+        for name, n_bytes in zip(*(batch.column(each).to_pylist() for each in ("file", "bytes")), strict=True):
+            if name in names:
+                return True
+            if n_bytes == size:  # a link to it, or it has more than one name: then it has its bytes
+                below = os.fsdecode(name_bytes(name))
+                if any(same_file(Path(root, below), place) for root in roots):
+                    return True
+    return False
+
+
 def table_info(table: Path) -> TableInfo:
     """What a table says of itself: `embed_table.read_info`, for a path that may lead to a pipe.
 
@@ -265,9 +288,11 @@ def table_info(table: Path) -> TableInfo:
 def _batches(table: Path, dim: int, columns: list[str], groups: list[int] | None = None) -> Iterator[Any]:
     """Record batches of some columns, of some row groups or of all."""
     size = max(1, _BATCH_BYTES // (4 * dim))
-    with _reading(table) as file:
+    with open_table(table) as file:
         # More threads would decode columns side by side, of which one has all the bytes.
-        yield from file.iter_batches(size, row_groups=groups, columns=columns, use_threads=False)
+        for batch in file.iter_batches(size, row_groups=groups, columns=columns, use_threads=False):
+            batch.validate(full=True)  # text is UTF-8
+            yield batch
 
 
 def _dense(batch: Any, dim: int) -> npt.NDArray[np.float32]:
@@ -278,16 +303,3 @@ def _dense(batch: Any, dim: int) -> npt.NDArray[np.float32]:
     if column.null_count:  # what is under a null may be anything
         dense = np.where(column.is_valid().to_numpy(zero_copy_only=False)[:, None], dense, np.float32(np.nan))
     return dense
-
-
-@contextlib.contextmanager
-def _reading(table: Path) -> Iterator[Any]:
-    try:
-        # pyarrow's pre_buffer, on by default, keeps all that it has read: all vectors, in the end.
-        with pq.ParquetFile(table, pre_buffer=False) as file:
-            yield file
-    except pa.ArrowException as error:
-        raise ArtifactError(f"{table}: damaged; embed the images again") from error
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else "damaged"  # pyarrow's own words go on for lines
-        raise ArtifactError(f"{table}: cannot be read ({reason}); embed the images again") from error

@@ -6,12 +6,23 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from visionfast.errors import OptionError
+from visionfast.terminal import one_line
 
-__all__ = ["IMAGE_SUFFIXES", "ImageFile", "count_deeper", "image_files", "name_bytes", "printable", "shown_name"]
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "ImageFile",
+    "count_deeper",
+    "image_files",
+    "name_bytes",
+    "printable",
+    "same_file",
+    "shown_name",
+]
 
 IMAGE_SUFFIXES = frozenset(
     [
@@ -58,18 +69,25 @@ class ImageFile(NamedTuple):
         return cls(path, found.st_size, max(-_INT64_MAX, min(found.st_mtime_ns, _INT64_MAX)))
 
 
-def image_files(folder: str | os.PathLike[str]) -> Iterator[ImageFile]:
+def image_files(
+    folder: str | os.PathLike[str], *, unread: Callable[[bytes, str], None] | None = None
+) -> Iterator[ImageFile]:
     """Everything below a folder that is called like an image and is no folder, as the disk gives it, in no order.
 
     Links to files are followed, links to folders are not. A pipe, or a link to nothing, is listed too: whoever reads
     it says what is wrong with it. Nothing is held but one open folder a level.
 
+    Args:
+        folder: to look in.
+        unread: is told each folder below it that cannot be read, as `ImageFile.path` without a `/` at its end, and
+            why; the others are listed then.
+
     Raises:
-        OptionError: it is no folder, or it or one below it cannot be read.
+        OptionError: it is no folder, or cannot be read; or one below it where `unread` is not given.
     """
     root = os.fsencode(folder)
     try:
-        yield from _below(root)
+        yield from _below(root, unread)
     except NotADirectoryError:
         raise OptionError(f"{os.fspath(folder)}: expected a folder with images, got a file") from None
     except OSError as error:
@@ -91,22 +109,36 @@ def count_deeper(folder: str | os.PathLike[str]) -> int:
     return count
 
 
-def _below(root: bytes) -> Iterator[ImageFile]:
+def _below(root: bytes, unread: Callable[[bytes, str], None] | None) -> Iterator[ImageFile]:
     levels = [(b"", os.scandir(root))]
     try:
         while levels:
             prefix, entries = levels[-1]
-            entry = next(entries, None)
-            if entry is None:
-                levels.pop()[1].close()
-            elif entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it went away a moment ago
-                    levels.append((prefix + entry.name + b"/", os.scandir(entry.path)))
-            elif os.path.splitext(entry.name)[1].lower() in _SUFFIXES:  # noqa: PTH122
-                with contextlib.suppress(FileNotFoundError):
-                    found = _looked_at(entry)
-                    if not stat.S_ISDIR(found.st_mode):
-                        yield ImageFile.of(prefix + entry.name, found)
+            where = prefix  # what cannot be read, if something cannot
+            try:
+                entry = next(entries, None)
+                if entry is None:
+                    levels.pop()[1].close()
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    where = prefix + entry.name + b"/"
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it went away a moment ago
+                        levels.append((where, os.scandir(entry.path)))
+                    continue
+                if os.path.splitext(entry.name)[1].lower() not in _SUFFIXES:  # noqa: PTH122
+                    continue
+                found = _looked_at(entry)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if unread is None or not where:
+                    raise
+                unread(where[:-1], os.strerror(error.errno or 0))
+                if where == prefix:  # its names can be had, and nothing else
+                    levels.pop()[1].close()
+                continue
+            if not stat.S_ISDIR(found.st_mode):
+                yield ImageFile.of(prefix + entry.name, found)
     finally:
         for _, entries in levels:
             entries.close()
@@ -120,9 +152,16 @@ def _looked_at(entry: os.DirEntry[bytes]) -> os.stat_result:
         return entry.stat(follow_symlinks=False)
 
 
+def same_file(path: Path, other: Path) -> bool:
+    """Whether both are there, and one file: by links, another name of it, or another case of its letters."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.samefile(other)
+    return False
+
+
 def printable(name: bytes) -> str:
-    """A name as one line of text: what is no UTF-8 as `\\xff`, line breaks as spaces."""
-    return " ".join(name.decode("utf-8", "backslashreplace").splitlines())
+    """A name as one line that a terminal only shows: what is no UTF-8 as `\\xff`, and see `terminal.one_line`."""
+    return one_line(name.decode("utf-8", "backslashreplace"))
 
 
 def shown_name(path: bytes) -> str:

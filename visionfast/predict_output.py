@@ -122,6 +122,8 @@ def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | No
     for path, target in pictures.items():
         if (source := inputs.same(target)) is None:
             continue
+        if source == path and not os.path.lexists(path):
+            continue  # there is no image, so there will be no picture of it
         what = "its original" if source == path else f"{_shown(source)}, an image of this call"
         raise OptionError(f"--save {save}: the picture of {_shown(path)} would overwrite {what}; name another folder")
     if json_to not in (None, "-", "") and _Files(pictures.values()).same(Path(os.path.realpath(json_to))) is not None:
@@ -206,11 +208,14 @@ def _save(path: Path, answer: Answer, target: Path) -> None:
     if not done:
         reason = "the annotated picture cannot be encoded as JPEG (sides up to 65535 pixels)"
         raise _PictureError(str(path), reason)
+    if _Files([path]).same(target) is not None:  # the image came after the check
+        raise _PictureError(str(path), f"its picture would overwrite it in {target.parent}; name another folder")
     try:
         atomic_write(target, encoded.tobytes())
     except ArtifactError as error:
         cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in _OF_A_NAME:
+        of_all = not os.path.isdir(target.parent)  # noqa: PTH112 (pathlib's raises where a name is too long)
+        if of_all or not isinstance(cause, OSError) or cause.errno not in _OF_A_NAME:
             raise
         reason = f"its picture cannot be called {target.name} ({os.strerror(cause.errno)}); rename the file"
         raise _PictureError(str(path), reason) from error
@@ -240,6 +245,8 @@ def json_lines(target: str | None) -> Iterator[TextIO | None]:
         path = Path(os.path.realpath(target))  # a link stays one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                path.lstat()  # a name that is too long is known now, not when all is done
             handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
         except OSError as error:
             raise ArtifactError(f"{target}: cannot be written ({error.strerror})") from error

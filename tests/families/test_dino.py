@@ -362,6 +362,35 @@ def test_a_size_is_a_multiple_of_the_patch(kind: str, size_hw: tuple[int, int], 
         load(unloaded(meta_shapes(kind)), size_hw=size_hw)
 
 
+@pytest.mark.parametrize(
+    ("kind", "size_hw", "near"),
+    [
+        ("dinov2_vits14", (700000, 700000), "4088x4088"),
+        ("dinov2_vits14", (224, 4102), "224x4088"),
+        ("dinov3_vits16", (4112, 0), "4096x16"),
+    ],
+)
+def test_a_size_is_one_that_attention_can_be_paid_to(kind: str, size_hw: tuple[int, int], near: str) -> None:
+    words = r"pixels, up to 4096 a side \(attention takes the square of the patches' number\); "
+    with pytest.raises(OptionError, match=f"{words}{near} is the nearest"):
+        load(unloaded(meta_shapes(kind)), size_hw=size_hw)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1025, True, "2", 1.5])
+def test_a_batch_is_a_whole_number(batch: Any) -> None:
+    with pytest.raises(OptionError, match=f"batch: expected a whole number from 1 to 1024, got {batch!r}"):
+        load(unloaded(meta_shapes("dinov2_vits14")), batch=batch)
+
+
+@pytest.mark.parametrize("key", ["norm.weight", "blocks.7.attn.qkv.bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_whose_training_diverged_is_refused(key: str, value: float) -> None:
+    weights = unloaded(meta_shapes("dinov2_vits14"))
+    weights[key][5] = value
+    message = f"{key}: expected numbers, got NaN or Inf in 1 of {len(weights[key])}; its training diverged"
+    assert message in refused(weights)
+
+
 def test_an_image_is_cropped_or_squashed() -> None:
     weights = unloaded(meta_shapes("dinov2_vits14"))
     cropped, squashed = load(weights).spec.preprocess, load(weights, resize="stretch").spec.preprocess

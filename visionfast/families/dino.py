@@ -13,6 +13,7 @@ from visionfast.families import LoadedModel
 from visionfast.families.dino_layouts import LAYOUTS, Layout, network_weights, prefix, shape_of, unwrapped
 from visionfast.families.dino_published import PUBLISHED, Architecture
 from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Resize, TensorSpec
+from visionfast.whole_numbers import MAX_BATCH, checked_whole
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,9 @@ _CONVNEXT_KEYS = (
     ("layer_norm.weight", "model.stages.0.layers.0.gamma"),
 )
 _WIDTH_OF_7B = 4096
+# Of a side, pixels: the largest that DINOv3's paper shows features of. Every patch attends to every other, so that a
+# square of twice the side takes up to sixteen times as long.
+_MAX_SIDE = 4096
 _MAX_NAME = 200
 _LICENSES = {2: "Apache-2.0", 3: "DINOv3 License (Meta)"}
 
@@ -81,6 +85,7 @@ class Dino:
         assert told is not None, "load is for what recognises accepts"
         layout, architecture = told
         size_hw = _checked(size_hw or _SIZE_HW, architecture.patch)
+        batch = checked_whole("batch", batch, MAX_BATCH)
         satellite = architecture.name == _SATELLITE_SIZE and _SATELLITE_KEY in weights
         with torch.device("meta"):  # it gets all of its weights from the file
             network = VisionTransformer(architecture, size_hw)
@@ -102,10 +107,14 @@ class Dino:
 
 
 def _checked(size_hw: tuple[int, int], patch: int) -> tuple[int, int]:
-    if any(side < patch or side % patch for side in size_hw):
-        near = tuple(max(patch, round(side / patch) * patch) for side in size_hw)
+    if any(not patch <= side <= _MAX_SIDE or side % patch for side in size_hw):
+        most = _MAX_SIDE // patch
+        near = tuple(min(max(1, round(side / patch)), most) * patch for side in size_hw)
+        limit = ""
+        if max(size_hw) > _MAX_SIDE:
+            limit = f", up to {_MAX_SIDE} a side (attention takes the square of the patches' number)"
         raise OptionError(
-            f"imgsz {size_hw[0]}x{size_hw[1]}: expected multiples of the patch of {patch} pixels; "
+            f"imgsz {size_hw[0]}x{size_hw[1]}: expected multiples of the patch of {patch} pixels{limit}; "
             f"{near[0]}x{near[1]} is the nearest"
         )
     return size_hw

@@ -12,6 +12,7 @@ from visionfast.errors import CheckpointError, OptionError, UnsupportedModelErro
 from visionfast.families import LoadedModel
 from visionfast.families.yolov8_config import YoloConfig, candidate_configs, read_config
 from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Resize, Task, TensorSpec
+from visionfast.whole_numbers import MAX_BATCH, checked_whole
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,6 @@ __all__ = ["YoloV8"]
 GRAPH = "model"
 _DEFAULT_SIZE = 640
 _MAX_SIZE = 8192
-_MAX_BATCH = 1024
 _MAX_NAME = 200
 # `model.0.conv.weight` in a checkpoint; `0.…` from the bare blocks, `model.model.0.…` from ultralytics'
 # wrapper, `module.…` from data-parallel training.
@@ -65,6 +65,7 @@ class YoloV8:
         batch: int = 1,
         resize: Resize | None = None,
     ) -> LoadedModel:
+        from visionfast.families.weights import check_finite
         from visionfast.families.yolov8_modules import YoloGraph, level_strides, load_weights
 
         source = str(checkpoint.path)
@@ -72,10 +73,10 @@ class YoloV8:
         config, blocks = _rebuild(checkpoint, weights, source)
         strides = level_strides(blocks, source)
         size_hw = _checked_size(size_hw or _trained_size(checkpoint, max(strides)), max(strides))
-        if not 1 <= batch <= _MAX_BATCH:
-            raise OptionError(f"batch: expected 1 to {_MAX_BATCH}, got {batch}")
+        batch = checked_whole("batch", batch, MAX_BATCH)
         if resize is not None:
             raise OptionError(f"resize {resize}: a YOLO model's images are letterboxed; leave it out")
+        check_finite(weights, source)
         load_weights(blocks, weights, **_batch_norm_eps(checkpoint))
         module = YoloGraph(blocks, size_hw, strides).eval()
         task: Task = "segment" if config.task == "segment" else "detect"

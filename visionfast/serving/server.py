@@ -76,7 +76,7 @@ class Server:
         cache_bytes: int | None = None,
         log: str | os.PathLike[str] | None = None,
         ready_timeout_s: float = 120.0,
-        exit_timeout_s: int = 30,
+        exit_timeout_s: int = 10,
     ) -> None:
         if cache_bytes is not None and cache_bytes < 0:
             raise OptionError(f"cache_bytes {cache_bytes}: expected the size of the response cache, or 0 for none")

@@ -32,7 +32,7 @@ def serve_verb(
         Path | None, typer.Option(help="File for the server's output. Default: a temporary one, kept on failure.")
     ] = None,
     ready_timeout: Annotated[float, typer.Option(help="Seconds that the models have to load.")] = 120.0,
-    exit_timeout: Annotated[int, typer.Option(help="Seconds that requests in flight have at the end.")] = 30,
+    exit_timeout: Annotated[int, typer.Option(help="Seconds that requests in flight have at the end.")] = 10,
 ) -> None:
     """Serve pipelines with the Triton Inference Server until Ctrl-C, which finishes the requests in flight.
 

@@ -93,11 +93,13 @@ def predict_verb(
     """
     from visionfast.predict import expand, run, tell_overlooked
     from visionfast.predict_embeddings import run_embedder
+    from visionfast.predict_output import check_targets
     from visionfast.predict_prompts import Prompts, run_boxes_from, run_everything, run_prompts
     from visionfast.preprocess.limits import DecodeLimits
     from visionfast.preprocess.prompts import parse_box, parse_point
 
     paths = expand(sources)
+    check_targets(paths, save=save, json_to=json)  # before an engine is opened, and asked
     tell_overlooked(sources)
     folder, task = _engine(engine)
     ways = _given(point=point, box=box, everything=everything, boxes_from=boxes_from)

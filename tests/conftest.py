@@ -45,6 +45,27 @@ def photographs() -> list[Path]:
     return [assets / "bus.jpg", assets / "zidane.jpg"]
 
 
+@pytest.fixture(scope="session")
+def reduced_photographs(
+    photographs: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[Path]]:
+    """`reduced_photographs(factor)`: the photographs, so much smaller, that they are decoded in no time."""
+
+    @functools.cache
+    def make(factor: int) -> list[Path]:
+        from PIL import Image
+
+        folder = tmp_path_factory.mktemp("pictures")
+        made = []
+        for path in photographs:
+            made.append(folder / f"{path.stem}.png")
+            with Image.open(path) as image:
+                image.reduce(factor).save(made[-1])
+        return made
+
+    return make
+
+
 # ---- checkpoints and engines, made once a session --------------------------------------------------------
 
 

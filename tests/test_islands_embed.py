@@ -36,18 +36,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def pictures(photographs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The photographs, so small that they are decoded in no time."""
-    from PIL import Image
-
-    folder = tmp_path_factory.mktemp("pictures")
-    made = []
-    for path in photographs:
-        made.append(folder / f"{path.stem}.png")
-        with Image.open(path) as image:
-            image.reduce(5).save(made[-1])
-    return made
+@pytest.fixture
+def pictures(reduced_photographs: Callable[[int], list[Path]]) -> list[Path]:
+    return reduced_photographs(5)
 
 
 @pytest.fixture

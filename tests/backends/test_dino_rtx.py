@@ -16,13 +16,14 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from rtx_graph import RtxGraph
 
 from visionfast import artifacts
 from visionfast.backends import get_backend, tensorrt
-from visionfast.backends.tensorrt_layers import EngineLayer, parse_io_tensors, parse_layers
+from visionfast.backends.tensorrt_layers import parse_io_tensors, parse_layers
 from visionfast.build import build
 from visionfast.build_plan import Plan
-from visionfast.types import EngineManifest, GraphSpec, Precision
+from visionfast.types import EngineManifest, Precision
 
 pytestmark = pytest.mark.skipif(
     not get_backend("tensorrt-rtx").availability().can_build,
@@ -46,40 +47,9 @@ _PATCH = {"dinov2_vits14": 14, "dinov3_vits16": 16}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Engine:
+class _Engine(RtxGraph):
     folder: Path
     manifest: EngineManifest
-    onnx: onnx.ModelProto
-    log: str
-
-    @property
-    def graph(self) -> GraphSpec:
-        return self.manifest.spec.graphs[0]
-
-    @functools.cached_property
-    def layers(self) -> tuple[EngineLayer, ...]:
-        return parse_layers(self.log)
-
-    @functools.cached_property
-    def layers_of(self) -> dict[str, list[EngineLayer]]:
-        """ONNX node → the layers that it is in."""
-        found: dict[str, list[EngineLayer]] = {}
-        for layer in self.layers:
-            for node in layer.nodes:
-                found.setdefault(node, []).append(layer)
-        return found
-
-    @functools.cached_property
-    def dtypes(self) -> dict[str, int]:
-        """ONNX value → ONNX' number of its dtype."""
-        inferred = onnx.shape_inference.infer_shapes(self.onnx, check_type=True, strict_mode=True, data_prop=True)
-        values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
-        return {value.name: value.type.tensor_type.elem_type for value in values} | {
-            weight.name: weight.data_type for weight in inferred.graph.initializer
-        }
-
-    def nodes(self, *kinds: str) -> list[onnx.NodeProto]:
-        return [node for node in self.onnx.graph.node if node.op_type in kinds]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +83,8 @@ def engines(
                 dino_checkpoint(kind), backend="tensorrt-rtx", gpu=gpu, precision=precision, size_hw=size_hw
             )
         (log,) = logs
-        return _Engine(folder, manifest, onnx.load(home / "onnx" / "model.onnx"), log)
+        (graph,) = manifest.spec.graphs
+        return _Engine(graph, onnx.load(home / "onnx" / "model.onnx"), log, folder, manifest)
 
     yield make
     torch.set_num_threads(threads)
@@ -137,13 +108,13 @@ def test_one_engine_for_its_task(engine: _Engine) -> None:
     assert spec.task == "embed"
     h, w = (side // _PATCH[spec.name] for side in spec.preprocess.size_hw)
     half = manifest.precision == "fp16"
-    (images,), outputs = engine.graph.inputs, engine.graph.outputs
+    (images,), outputs = engine.spec.inputs, engine.spec.outputs
     assert (images.shape, images.dtype) == ((1, 3, *spec.preprocess.size_hw), "float16" if half else "float32")
     # What comes out, comes out of a norm.
     assert [(o.name, o.shape, o.dtype) for o in outputs] == [
         ("cls", (1, 384), "float32"), ("patches", (1, h, w, 384), "float32")
     ]  # fmt: skip
-    for specs, tensors in zip((engine.graph.inputs, outputs), parse_io_tensors(engine.log), strict=True):
+    for specs, tensors in zip((engine.spec.inputs, outputs), parse_io_tensors(engine.log), strict=True):
         assert {(t.name, t.shape, t.dtype) for t in tensors} == {(s.name, s.shape, s.dtype) for s in specs}
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from rtx_graph import RtxGraph
 
 from visionfast import artifacts
 from visionfast.backends import get_backend, tensorrt
-from visionfast.backends.tensorrt_layers import EngineLayer, parse_io_tensors, parse_layers
+from visionfast.backends.tensorrt_layers import parse_io_tensors, parse_layers
 from visionfast.build import build
 from visionfast.build_plan import Plan
-from visionfast.types import EngineManifest, GraphSpec
+from visionfast.types import EngineManifest
 
 pytestmark = pytest.mark.skipif(
     not get_backend("tensorrt-rtx").availability().can_build,
@@ -33,44 +34,10 @@ _PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Graph:
-    """One graph of a built engine: its tensors, what was compiled, and what the compiler said meanwhile."""
-
-    spec: GraphSpec
-    onnx: onnx.ModelProto
-    log: str
-
-    @functools.cached_property
-    def layers(self) -> tuple[EngineLayer, ...]:
-        return parse_layers(self.log)
-
-    @functools.cached_property
-    def layers_of(self) -> dict[str, list[EngineLayer]]:
-        """ONNX node → the layers that it is in: a LayerNorm is in two where it is a sum and what follows."""
-        found: dict[str, list[EngineLayer]] = {}
-        for layer in self.layers:
-            for node in layer.nodes:
-                found.setdefault(node, []).append(layer)
-        return found
-
-    @functools.cached_property
-    def dtypes(self) -> dict[str, int]:
-        """ONNX value → ONNX' number of its dtype."""
-        inferred = onnx.shape_inference.infer_shapes(self.onnx, check_type=True, strict_mode=True, data_prop=True)
-        values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
-        return {value.name: value.type.tensor_type.elem_type for value in values} | {
-            weight.name: weight.data_type for weight in inferred.graph.initializer
-        }
-
-    def nodes(self, *kinds: str) -> list[onnx.NodeProto]:
-        return [node for node in self.onnx.graph.node if node.op_type in kinds]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Engine:
     folder: Path
     manifest: EngineManifest
-    graphs: dict[str, _Graph]
+    graphs: dict[str, RtxGraph]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +69,7 @@ def engines(
             patch.setattr(tensorrt, "parse_layers", parse)
             folder, manifest = build(sam_checkpoint(kind), backend="tensorrt-rtx", gpu="sm89")
         graphs = {
-            spec.name: _Graph(spec, onnx.load(onnx_folder / f"{spec.name}.onnx"), log)
+            spec.name: RtxGraph(spec, onnx.load(onnx_folder / f"{spec.name}.onnx"), log)
             for spec, log in zip(manifest.spec.graphs, logs, strict=True)
         }
         return _Engine(folder, manifest, graphs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tiny_pipeline import write_pipeline
 
 from visionfast.serving.server import Server
 
@@ -64,3 +66,18 @@ def served(_session_server: Server) -> Callable[..., Served]:
         return Served(f"{task}-{layout}", server.http_url, server.grpc_url, server.metrics_url)
 
     return find
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of the test's own, so that what is left there is this test's."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_pipeline(tmp_path / "pipeline")

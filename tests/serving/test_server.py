@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -36,21 +35,6 @@ def _installed() -> None:
         find_installation()
     except BackendUnavailableError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder of the test's own, so that what is left there is this test's."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return write_pipeline(tmp_path / "pipeline")
 
 
 @pytest.fixture(scope="module")

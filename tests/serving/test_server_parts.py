@@ -32,21 +32,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server runs
 _FREE = {"http": 0, "grpc": 0, "metrics": 0}
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder of the test's own, so that what is left there is this test's."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    return folder
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return write_pipeline(tmp_path / "pipeline")
-
-
 # ---- which server, and how it is called -------------------------------------------------------------------
 
 

@@ -26,8 +26,9 @@ from visionfast.build import build
 from visionfast.errors import VisionfastError
 from visionfast.loading import load_graphs, load_streams
 from visionfast.pipeline import Detector
-from visionfast.serving.ensemble import Layout, Scheduling
+from visionfast.serving.ensemble import Layout
 from visionfast.serving.repository import deploy
+from visionfast.serving.scheduling import Scheduling
 from visionfast.serving.server import Server
 from visionfast.types import EngineManifest
 

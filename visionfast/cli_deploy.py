@@ -58,8 +58,8 @@ def deploy_verb(
     What a request does not say for itself (--conf and so on) is taken from here.
     """
     from visionfast.preprocess.limits import DecodeLimits
-    from visionfast.serving.ensemble import Scheduling
     from visionfast.serving.repository import deploy, versions
+    from visionfast.serving.scheduling import Scheduling
 
     scheduling = Scheduling(
         max_batch=max_batch,
@@ -103,7 +103,7 @@ def _queue(option: str, text: str | None) -> Any:
     """`256:10000` → at most 256 requests, each for at most 10 s."""
     if text is None:
         return None
-    from visionfast.serving.ensemble import QueueLimits, Scheduling
+    from visionfast.serving.scheduling import QueueLimits, Scheduling
 
     if not (found := re.fullmatch("([0-9]{1,9})(?::([0-9]{1,9}))?", text)):
         raise OptionError(f"{option} {text}: expected requests, or requests:milliseconds, such as 256:10000")

@@ -19,8 +19,8 @@ from tiny_pipeline import write_pipeline
 import visionfast as vf
 from visionfast import errors
 from visionfast.errors import DeadlineError, OptionError, QueueFullError, ServerError
-from visionfast.serving.ensemble import QueueLimits, Scheduling
 from visionfast.serving.repository import deploy
+from visionfast.serving.scheduling import QueueLimits, Scheduling
 from visionfast.serving.server import Server
 
 pytest.importorskip("tritonclient.grpc", reason="a client needs tritonclient: pip install 'visionfast[triton]'")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from visionfast.errors import OptionError, ServerError
-from visionfast.serving.ensemble import Layout, Pipeline, QueueLimits, Scheduling, pipeline_of
+from visionfast.serving.ensemble import Layout, Pipeline
+from visionfast.serving.scheduling import QueueLimits, Scheduling
+from visionfast.serving.topology import pipeline_of
 from visionfast.serving.wire import inputs_of, outputs_of
 from visionfast.types import GraphSpec, ModelSpec, PreprocessSpec, Task, TensorSpec
 

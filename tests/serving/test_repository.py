@@ -19,8 +19,8 @@ import pytest
 from visionfast import artifacts
 from visionfast.errors import ArtifactError, CertificateError, ManifestError, OptionError, ServerError
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.serving.ensemble import Scheduling
 from visionfast.serving.metadata import manifest_of
+from visionfast.serving.scheduling import Scheduling
 
 pytest.importorskip("tritonclient.grpc", reason="config.pbtxt is made with tritonclient: visionfast[triton]")
 

@@ -16,7 +16,7 @@ from visionfast.errors import ImageError, ImageTooLargeError, OptionError, Visio
 from visionfast.pipeline import Detector, Segmenter
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
-from visionfast.serving.ensemble import Scheduling
+from visionfast.serving.scheduling import Scheduling
 from visionfast.serving.server import Server
 from visionfast.serving.stages.lanes import Lane, Lanes
 from visionfast.serving.stages.steps import SAMPLE

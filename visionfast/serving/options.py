@@ -9,8 +9,9 @@ from visionfast.errors import OptionError
 from visionfast.pipeline import class_id_of
 from visionfast.postprocess.detections import check_options
 from visionfast.serving.wire import OPTIONS
+from visionfast.types import ModelSpec
 
-__all__ = ["DEFAULTS", "checked_options"]
+__all__ = ["DEFAULTS", "checked_options", "deployed_options"]
 
 DEFAULTS: Mapping[str, Any] = {"conf": 0.25, "iou": 0.7, "max_det": 300, "classes": None, "class_agnostic": False}
 
@@ -41,3 +42,12 @@ def checked_options(given: Mapping[str, Any], class_names: tuple[str, ...]) -> d
         num_classes=len(class_names), **{name: ranged[name] for name in ("conf", "iou", "max_det", "classes")}
     )
     return options
+
+
+def deployed_options(given: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """What a pipeline of this model takes where a request says nothing: those that are given, and `DEFAULTS`.
+
+    Raises:
+        OptionError: as for `checked_options`.
+    """
+    return {**DEFAULTS, **checked_options(given, spec.class_names)}

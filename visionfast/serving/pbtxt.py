@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from visionfast.errors import BackendUnavailableError, ServerError
-from visionfast.serving.ensemble import Pipeline, QueueLimits, Scheduling, Stage
+from visionfast.serving.ensemble import Pipeline, Stage
+from visionfast.serving.scheduling import QueueLimits, Scheduling
 from visionfast.serving.wire import WireTensor
 
 __all__ = ["configs_of", "read_config", "served_version", "text_of"]

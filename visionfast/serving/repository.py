@@ -27,10 +27,12 @@ from visionfast import artifacts
 from visionfast.errors import ArtifactError, CertificateError, OptionError
 from visionfast.loading import check_outputs, runs_here
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.serving.ensemble import Layout, Pipeline, Scheduling, pipeline_of
+from visionfast.serving.ensemble import Layout, Pipeline
 from visionfast.serving.metadata import parameters_of
-from visionfast.serving.options import DEFAULTS, checked_options
+from visionfast.serving.options import deployed_options
 from visionfast.serving.pbtxt import configs_of, read_config, served_version, text_of
+from visionfast.serving.scheduling import Scheduling
+from visionfast.serving.topology import pipeline_of
 from visionfast.types import EngineManifest
 
 __all__ = ["deploy", "rollback", "versions"]
@@ -83,7 +85,7 @@ def deploy(
         )
     told: dict[str, Any] = {
         "layout": layout,
-        "options": {**DEFAULTS, **checked_options(options or {}, manifest.spec.class_names)},
+        "options": deployed_options(options or {}, manifest.spec),
         "limits": limits or DecodeLimits(),
     }
     with _changed(pipeline.name, new=True) as (repository, partial):

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visionfast import artifacts
+from visionfast import artifacts, machine
 from visionfast.backends.openvino import OpenVinoBackend, OpenVinoRunner
 from visionfast.errors import BackendError, BackendUnavailableError, IncompatibleEngineError, OptionError, ShapeError
+from visionfast.loading import load_streams
 from visionfast.types import EngineManifest, TensorSpec
 
 openvino = pytest.importorskip("openvino", reason="openvino is not installed: pip install 'visionfast[openvino]'")
@@ -71,9 +72,22 @@ def test_the_cache_is_keyed_by_what_openvino_forgets(copied_engine: Path) -> Non
     _load(copied_engine, threads=2).close()
     (cache,) = (copied_engine / "cache").iterdir()  # of this engine's files only
     version = openvino.__version__.split("-")[0]
-    assert {f"{version}-fp32-latency-1t", f"{version}-fp32-latency-2t"} <= {p.name for p in cache.iterdir()}
     for threads in (1, 2):
-        assert list((cache / f"{version}-fp32-latency-{threads}t").glob("*.blob"))
+        bound = "" if threads >= machine.usable_cpus() else "-free"
+        assert list((cache / f"{version}-fp32-latency-{threads}t{bound}").glob("*.blob"))
+
+
+@pytest.mark.parametrize(("threads", "streams"), [(1, 1), (2, 2)])
+def test_threads_that_share_the_processors_are_bound_to_none(copied_engine: Path, threads: int, streams: int) -> None:
+    """Two processes with an engine each would compute on one processor, and the other stand idle."""
+    if threads == streams and machine.usable_cpus() < 2:
+        pytest.skip("one processor: there is nothing to share")
+    with load_streams(copied_engine, artifacts.read_manifest(copied_engine), threads=threads, streams=streams)[
+        0
+    ] as runner:
+        assert isinstance(runner, OpenVinoRunner)
+        assert runner._config["ENABLE_CPU_PINNING"] is False
+        assert runner._requests[()].get_compiled_model().get_property("ENABLE_CPU_PINNING") is False
 
 
 @pytest.mark.parametrize("what", ["inputs", "outputs"])

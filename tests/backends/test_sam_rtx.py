@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     reason="TensorRT-RTX is not installed: pip install 'visionfast[tensorrt-rtx]'",
 )
 
-KINDS = ("mobile_sam", "sam2.1_hiera_tiny", "sam_vit_b")  # the last one takes a minute, once
+KINDS = ("mobile_sam", "sam2.1_hiera_tiny", pytest.param("sam_vit_b", marks=pytest.mark.slow))  # a minute, once
 _PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
 
 

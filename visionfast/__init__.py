@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from visionfast.serving.client import Client
     from visionfast.serving.client_async import AsyncClient
     from visionfast.types import Certificate, EngineManifest, ModelSpec
+    from visionfast.verify_report import VerifyReport
+    from visionfast.verify_run import verify
 
 __all__ = [
     "AsyncClient",
@@ -49,11 +51,13 @@ __all__ = [
     "PromptSegmenter",
     "Segmenter",
     "SessionBusyError",
+    "VerifyReport",
     "VisionfastError",
     "__version__",
     "embed_folder",
     "open",
     "search",
+    "verify",
 ]
 
 _HOMES = {
@@ -74,10 +78,12 @@ _HOMES = {
     "PromptSegmenter": "prompt_segmenter",
     "Segmenter": "pipeline",
     "SessionBusyError": "errors",
+    "VerifyReport": "verify_report",
     "VisionfastError": "errors",
     "embed_folder": "embed_job",
     "open": "pipeline",
     "search": "embedding_search",
+    "verify": "verify_run",
 }
 
 

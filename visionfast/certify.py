@@ -48,7 +48,9 @@ __all__ = [
     "certify_files",
     "default_images",
     "images_in",
+    "load_reference",
     "run_eager",
+    "weights_of",
 ]
 
 CONF, IOU = 0.25, 0.7
@@ -165,21 +167,7 @@ def certify_engine(
     progress("checking the engine's files")
     manifest = artifacts.read_manifest(folder, verify=True)
     get_backend(manifest.backend).check_runnable(manifest)
-    if missing := machine.missing_packages("torch", "ultralytics"):
-        raise BackendUnavailableError(
-            f"certifying compares with PyTorch and needs {', '.join(missing)}; `pip install 'visionfast[build]'`"
-        )
-    progress("reading the checkpoint")
-    checkpoint = open_checkpoint(_weights(manifest, model), trust=trust_checkpoint)
-    loaded = identify(checkpoint).load(
-        checkpoint,
-        name=manifest.spec.name,
-        size_hw=manifest.spec.preprocess.size_hw,
-        batch=manifest.spec.batch,
-        resize=manifest.spec.preprocess.resize if manifest.spec.task == "embed" else None,
-    )
-    check_outputs(folder, manifest)
-    _check_spec(folder, manifest, loaded)
+    loaded = load_reference(folder, manifest, model=model, trust_checkpoint=trust_checkpoint, progress=progress)
     progress("certifying")
     samples = list(images) if images is not None else default_images()
     certificate = certify_files(loaded, folder, manifest, samples)
@@ -190,8 +178,53 @@ def certify_engine(
     return manifest
 
 
-def _weights(manifest: EngineManifest, named: Path | None) -> Path:
-    """The file that the engine was built from: the named one, checked, or the one under models/ with its sha256."""
+def load_reference(
+    folder: Path,
+    manifest: EngineManifest,
+    *,
+    model: Path | None = None,
+    trust_checkpoint: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+    option: str = "--model",
+) -> LoadedModel:
+    """The eager FP32 modules of the checkpoint that an engine was built from: what it has to agree with.
+
+    Args:
+        folder: the engine's, with its manifest.
+        model, trust_checkpoint, progress: as for `certify_engine`.
+        option: what names the weights, for messages.
+
+    Raises:
+        ManifestError: the engine is served with other settings than its checkpoint says.
+        ArtifactError: the weights are not under models/.
+        CheckpointError: the weights are not those that the engine was built from, or cannot be used.
+        BackendUnavailableError: there is no PyTorch here.
+    """
+    if missing := machine.missing_packages("torch", "ultralytics"):
+        raise BackendUnavailableError(
+            f"comparing with PyTorch needs {', '.join(missing)}; `pip install 'visionfast[build]'`"
+        )
+    progress("reading the checkpoint")
+    checkpoint = open_checkpoint(weights_of(manifest, model, option=option), trust=trust_checkpoint)
+    loaded = identify(checkpoint).load(
+        checkpoint,
+        name=manifest.spec.name,
+        size_hw=manifest.spec.preprocess.size_hw,
+        batch=manifest.spec.batch,
+        resize=manifest.spec.preprocess.resize if manifest.spec.task == "embed" else None,
+    )
+    check_outputs(folder, manifest)
+    _check_spec(folder, manifest, loaded)
+    return loaded
+
+
+def weights_of(manifest: EngineManifest, named: Path | None, *, option: str = "--model") -> Path:
+    """The file that the engine was built from: the named one, checked, or the one under models/ with its sha256.
+
+    Raises:
+        ArtifactError: it is not under models/; the message has the `option` that names it.
+        CheckpointError: the named one is another.
+    """
     expected = manifest.weights_sha256
     if named is not None:
         try:
@@ -210,7 +243,7 @@ def _weights(manifest: EngineManifest, named: Path | None) -> Path:
                 return path
     raise ArtifactError(
         f"{manifest.spec.name}: no file under {artifacts.models_home()} has the sha256 {expected} of the weights that "
-        "the engine was built from; name it with --model"
+        f"the engine was built from; name it with {option}"
     )
 
 

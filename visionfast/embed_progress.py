@@ -1,4 +1,4 @@
-"""How far an embedding job is, on stderr: a bar where somebody watches, else a line from time to time."""
+"""How far a job over many images is, on stderr: a bar where somebody watches, else a line from time to time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from visionfast.embed_run import Progress
 
 __all__ = ["lines", "shown"]
+
+_RATED = ("embedding", "verifying")
+"""Stages that take their time for each image, so that images a second say something."""
 
 _EVERY_S = 30.0
 """Between two lines: a job of a day leaves some 3,000 of them in its log."""
@@ -41,7 +44,7 @@ def lines(every_s: float = _EVERY_S, clock: Callable[[], float] = time.monotonic
             stage_now, done_then, then = stage, done, now
         if now - told < every_s:
             return
-        rate = f", {(done - done_then) / (now - then):.1f} images/s" if stage == "embedding" and now > then else ""
+        rate = f", {(done - done_then) / (now - then):.1f} images/s" if stage in _RATED and now > then else ""
         count = f"{done} files" if total is None else f"{done}/{total}"
         print(f"visionfast: {stage} {count}{rate}", file=sys.stderr, flush=True)
         done_then, then, told = done, now, now
@@ -64,7 +67,7 @@ def _bar() -> Iterator[Progress]:
 
     class Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
-            if task.description != "embedding":
+            if task.description not in _RATED:
                 return Text("")
             measured = task.speed is not None and (task.elapsed or 0) > 1  # the first few may come all at once
             return Text(f"{task.speed:.1f} images/s" if measured else "– images/s")

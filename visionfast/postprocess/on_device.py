@@ -92,20 +92,24 @@ class DevicePostprocess:
         if self._masks is not None:
             self._masks.enqueue(outputs, self._detections.found, placement)
 
-    def read(self, letterboxes: Sequence[Letterbox | None]) -> dict[int, Detections]:
+    def read(self, letterboxes: Sequence[Letterbox | None], *, max_det: int | None = None) -> dict[int, Detections]:
         """The answers, once the device was synchronised: by slot, arrays of their own.
 
         Args:
             letterboxes: each slot's, as `placement` had them; a slot of `None` has no answer.
+            max_det: objects at most, where that is fewer than the option's.
         """
         rows = self._found.numpy()
+        if max_det is not None:
+            # They are sorted by confidence: the first ones are those that would have been found.
+            rows[:, 0, 0] = np.minimum(rows[:, 0, 0], min(max_det, rows.shape[1]))
         words = None if self._masks is None else self._masks.words()
         answers = {}
         for slot, letterbox in enumerate(letterboxes):
             if letterbox is None:
                 continue
             if self._masks is not None and max(letterbox.image_hw) > self._masks.longest_side:
-                answers[slot] = self._on_host(slot, letterbox)
+                answers[slot] = self._on_host(slot, letterbox, max_det)
                 continue
             found = read_found(rows[slot])
             detections = Detections(
@@ -116,10 +120,11 @@ class DevicePostprocess:
             answers[slot] = detections
         return answers
 
-    def _on_host(self, slot: int, letterbox: Letterbox) -> Detections:
+    def _on_host(self, slot: int, letterbox: Letterbox, max_det: int | None) -> Detections:
         """The definition, for a picture too long for the kernels' 32-bit positions."""
         tensors = {name: tensor[slot].cpu().numpy() for name, tensor in self._outputs.items()}
-        return postprocess(tensors["predictions"], letterbox, prototypes=tensors.get("prototypes"), **self._options)
+        options = {**self._options, "max_det": self._options["max_det"] if max_det is None else max_det}
+        return postprocess(tensors["predictions"], letterbox, prototypes=tensors.get("prototypes"), **options)
 
 
 class _Masks:

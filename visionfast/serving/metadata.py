@@ -20,17 +20,25 @@ __all__ = ["manifest_of", "parameters_of"]
 
 
 def parameters_of(
-    manifest: EngineManifest, *, engine: str, layout: str, options: Mapping[str, Any], limits: DecodeLimits
+    manifest: EngineManifest,
+    *,
+    pipeline: str,
+    engine: str,
+    layout: str,
+    options: Mapping[str, Any],
+    limits: DecodeLimits,
 ) -> dict[str, str]:
     """The parameters of a model.
 
-    `visionfast`: the release that deployed it. `layout`. `engine`: the engine's folder, from the version's folder.
-    `certificate`: its status. `manifest`: engine.json without the certificate's single images. `options`: what is taken
-    where a request says nothing, as JSON. `limits`: `DecodeLimits`, as JSON.
+    `visionfast`: the release that deployed it. `pipeline`: the name that clients ask for. `layout`. `engine`: the
+    engine's folder, from the version's folder. `certificate`: its status. `manifest`: engine.json without the
+    certificate's single images. `options`: what is taken where a request says nothing, as JSON. `limits`:
+    `DecodeLimits`, as JSON.
     """
     short = dataclasses.replace(manifest, certificate=dataclasses.replace(manifest.certificate, images=()))
     return {
         "visionfast": __version__,
+        "pipeline": pipeline,
         "layout": layout,
         "engine": engine,
         "certificate": manifest.certificate.status,

@@ -5,6 +5,7 @@
         1/                config.pbtxt, model.py, engine/ (engine.json, its certificate inside, and its files)
         2/                …
       yolov8s_engine/ …   the further models of an ensemble, the same way
+      Dockerfile          for NVIDIA's container: what has to be added to it
 
 Every change writes the whole folder anew beside the old one, sharing the files that stay as they are, and then the two
 change places in one step: whatever happens, what stands there is the old repository or the new one.
@@ -27,12 +28,15 @@ from visionfast import artifacts
 from visionfast.errors import ArtifactError, CertificateError, OptionError
 from visionfast.loading import check_outputs, runs_here
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.serving.ensemble import Layout, Pipeline
+from visionfast.serving.container import DOCKERFILE, IMAGE, dockerfile
+from visionfast.serving.ensemble import Layout, Pipeline, behind_a_cache
 from visionfast.serving.metadata import parameters_of
+from visionfast.serving.model_files import place_model, share
 from visionfast.serving.options import deployed_options
 from visionfast.serving.pbtxt import configs_of, read_config, served_version, text_of
 from visionfast.serving.scheduling import Scheduling
 from visionfast.serving.topology import pipeline_of
+from visionfast.serving.topology_nvidia import check_engine_fits
 from visionfast.types import EngineManifest
 
 __all__ = ["deploy", "rollback", "versions"]
@@ -47,6 +51,8 @@ def deploy(
     name: str | None = None,
     layout: Layout = "fused",
     target: str = "cpu",
+    engine_backend: str = "python",
+    image: str = IMAGE,
     scheduling: Scheduling | None = None,
     options: Mapping[str, Any] | None = None,
     limits: DecodeLimits | None = None,
@@ -58,7 +64,9 @@ def deploy(
         engine: its folder, or the name of a model that has one engine under engines/.
         name: that clients will ask for; default: the model's.
         layout: `fused`, one process for the whole way of an image, or `ensemble`, one for each step.
-        target: `cpu`.
+        target: `cpu`, or `nvidia`: NVIDIA's container on a GPU.
+        engine_backend: as for `topology.pipeline_of`.
+        image: NVIDIA's container, where it is to be served by that.
         scheduling: how requests wait and are put together.
         options: `conf`, `iou`, `max_det`, `classes`, `class_agnostic`, where a request says nothing.
         limits: what an image may cost.
@@ -69,15 +77,22 @@ def deploy(
 
     Raises:
         ArtifactError, ManifestError: there is no such engine, it is damaged, or pipelines/ cannot be written.
-        BackendUnavailableError: tritonclient is not installed.
+        BackendUnavailableError: tritonclient is not installed, or DALI, for an ensemble of target `nvidia`.
         CertificateError: the engine's certificate is not `passed`.
         OptionError: something that is not served, or out of its range.
     """
-    folder = artifacts.find_engine(engine, usable=runs_here)
+    # Which engine is meant by a model's name: one that runs where the pipeline will.
+    folder = artifacts.find_engine(engine, usable=_for_a_gpu if target == "nvidia" else runs_here)
     manifest = artifacts.read_manifest(folder, verify=True)
-    pipeline = pipeline_of(_checked_name(name or manifest.spec.name), manifest.spec, layout, target=target)
+    pipeline = pipeline_of(
+        _checked_name(name or manifest.spec.name), manifest.spec, layout, target=target, engine_backend=engine_backend
+    )
+    if scheduling is not None and scheduling.cache:
+        pipeline = behind_a_cache(pipeline)
     check_outputs(folder, manifest)
-    if manifest.device != "cpu":
+    if target == "nvidia":
+        check_engine_fits(folder, manifest, layout)
+    elif manifest.device != "cpu":
         raise OptionError(f"{folder}: an engine for {manifest.device}; target {target} runs those for the cpu")
     if (status := manifest.certificate.status) != "passed" and not uncertified:
         raise CertificateError(
@@ -92,6 +107,8 @@ def deploy(
         version = max(_numbers(repository), default=0) + 1
         _write_version(partial, pipeline, version, folder, manifest, scheduling or Scheduling(), told)
         _serve(partial, version)
+        if (target, engine_backend) != ("cpu", "python"):
+            (partial / DOCKERFILE).write_text(dockerfile(manifest, layout, image), "utf-8")
     return repository
 
 
@@ -146,47 +163,42 @@ def _write_version(
     scheduling: Scheduling,
     told: Mapping[str, Any],
 ) -> None:
-    """Every model's folder of this version: its configuration, `model.py`, and for one of them the engine."""
+    """Every model's folder of this version: its configuration, what its backend runs, and the engine once."""
     holder = next(stage.name for stage in pipeline.stages if stage.role in ("fused", "engine"))
+    foreign = {stage.name for stage in pipeline.stages if stage.backend != "python"}
     parameters = {
         model: parameters_of(
-            manifest, engine=ENGINE if model == holder else f"../../{holder}/{version}/{ENGINE}", **told
+            manifest,
+            pipeline=pipeline.name,
+            engine=ENGINE if model == holder else f"../../{holder}/{version}/{ENGINE}",
+            **told,
         )
         for model in pipeline.models
+        if model not in foreign  # their backends have parameters of their own
     }
     configs = configs_of(pipeline, scheduling, version=version, parameters=parameters)
-    roles = {stage.name: stage.role for stage in pipeline.stages}
+    kept = target / holder / str(version) / ENGINE
+    kept.mkdir(parents=True)
+    for file in (artifacts.MANIFEST_NAME, *manifest.sha256):
+        share(folder / file, kept / file)
     for model, config in configs.items():
         place = target / model / str(version)
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         (place / CONFIG).write_text(text_of(config), "utf-8")
-        if model in roles:  # an ensemble itself runs nothing
-            (place / "model.py").write_text(_MODEL.format(role=roles[model]), "utf-8")
-    kept = target / holder / str(version) / ENGINE
-    kept.mkdir()
-    for file in (artifacts.MANIFEST_NAME, *manifest.sha256):
-        _share(folder / file, kept / file)
+    for stage in pipeline.stages:  # an ensemble itself runs nothing
+        place_model(stage, target / stage.name / str(version), folder, manifest, max_batch=scheduling.max_batch)
 
 
-_MODEL = '''"""Written by `visionfast deploy`; config.pbtxt says what it is told."""
-from visionfast.serving.stages.{role} import TritonPythonModel as TritonPythonModel
-'''
+def _for_a_gpu(manifest: EngineManifest) -> bool:
+    return manifest.device != "cpu"
 
 
 def _serve(repository: Path, version: int) -> None:
     """Every model that has this version gets its configuration; one that another layout left behind has none."""
-    for model in repository.iterdir():
+    for model in filter(Path.is_dir, repository.iterdir()):
         (model / CONFIG).unlink(missing_ok=True)
         if (config := model / str(version) / CONFIG).is_file():
             shutil.copyfile(config, model / CONFIG)
-
-
-def _share(source: Path, target: Path) -> None:
-    """One file under two names where the file system can, else a copy."""
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _numbers(repository: Path) -> list[int]:
@@ -245,11 +257,12 @@ def _changed(name: str, *, new: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def _shared(source: str, target: str) -> str:
-    # A version's own files never change; config.pbtxt of the version that is served does, and is a file of its own.
-    if Path(source).name == CONFIG:
+    # A version's own files never change; config.pbtxt of the version that is served does, and is a file of its own, and
+    # so does what is written for all versions.
+    if Path(source).name in (CONFIG, DOCKERFILE):
         shutil.copyfile(source, target)
     else:
-        _share(Path(source), Path(target))
+        share(Path(source), Path(target))
     return target
 
 

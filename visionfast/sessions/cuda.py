@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from visionfast.backends import DeviceEngine
 from visionfast.errors import BackendError, ImageError
+from visionfast.postprocess.by_options import PostprocessByOptions
 from visionfast.postprocess.kernels.layout import COLUMNS, placement
 from visionfast.postprocess.on_device import DevicePostprocess
 from visionfast.preprocess.limits import DecodeLimits
@@ -60,6 +61,7 @@ class CudaSession:
     ) -> None:
         self._engine = engine
         self._device = device = engine.device
+        self._spec, self._options = spec, options
         self._intake: Intake | None = None
         self._owner = Owner()
         (image,) = engine.inputs  # (B, 3, h, w)
@@ -73,6 +75,8 @@ class CudaSession:
                 self._placement_on_device = device.empty((self.batch, COLUMNS), "float32")
                 self._intake = Intake(spec.preprocess, device, self._input, limits=limits, dali=dali)
                 self._postprocess = DevicePostprocess(spec, engine.outputs, device, options=options)
+                self._by_options: PostprocessByOptions | None = None
+                self._placed: list[Letterbox | None] = []
                 # Once as it is: kernels are compiled now, and libraries set up what they set up once.
                 self._work()
                 device.synchronize()
@@ -94,6 +98,21 @@ class CudaSession:
                 with contextlib.suppress(Exception):
                     self._device.synchronize()
                 raise
+
+    def objects_by(self, options: Mapping[int, Mapping[str, Any]]) -> dict[int, Detections]:
+        """Slots of the last batch answered again, by other options of `postprocess`: what the engine gave is still on
+        the device. By slot, those that hold an image; without `stage_ns`.
+
+        Args:
+            options: slot → its options, checked, each of them given.
+        """
+        with self._owner.asking(), self._device.current():
+            if self._by_options is None:
+                self._by_options = PostprocessByOptions(
+                    self._spec, self._engine.outputs, self._device, options=self._options
+                )
+            some = [placed if slot in options else None for slot, placed in enumerate(self._placed)]
+            return self._by_options.objects(self._tensors, some, [options.get(slot, {}) for slot in range(len(some))])
 
     def raw(self) -> dict[str, npt.NDArray[Any]]:
         with self._owner.asking(), self._device.current():
@@ -134,6 +153,7 @@ class CudaSession:
         placed = self._intake.place(images, first=first, raises=raises, stage_ns=stages)
         letterboxes = [place if isinstance(place, Letterbox) else None for place in placed]
         letterboxes += [None] * (self.batch - len(images))
+        self._placed = letterboxes
         answers: dict[int, Detections | ImageError] = {
             slot: place for slot, place in enumerate(placed) if isinstance(place, ImageError)
         }

@@ -1,0 +1,117 @@
+"""A whole pipeline in one process on a GPU: the session of `predict`, with every request's own options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from visionfast.errors import BackendError, ImageError, VisionfastError
+from visionfast.loading import load_graphs
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Detections
+from visionfast.serving.options import options_of_request
+from visionfast.serving.stages.metrics import StageMetrics, kind_of
+from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
+from visionfast.serving.stages.steps import SAMPLE
+from visionfast.serving.wire import pack_answers
+from visionfast.sessions.cuda import CudaSession
+from visionfast.sessions.opening import open_session
+from visionfast.types import EngineManifest
+
+__all__ = ["TritonPythonModel", "open_on_gpu"]
+
+
+def open_on_gpu(
+    folder: Path, manifest: EngineManifest, index: int, options: Mapping[str, Any], limits: DecodeLimits
+) -> CudaSession:
+    """The engine on the GPU that the server gave to this process; DALI decodes where it is installed.
+
+    Raises:
+        BackendError: this machine cannot run it.
+    """
+    (engine,) = load_graphs(folder, manifest, device=f"cuda:{index}")
+    session = open_session(manifest.spec, engine, options, limits)
+    if not isinstance(session, CudaSession):
+        session.close()
+        raise BackendError(f"{folder}: expected an engine for a GPU, got one for {manifest.device}; deploy it again")
+    return session
+
+
+def _other(answer: Detections | ImageError, found: Detections | None) -> Detections | ImageError:
+    """The answer by the request's own options, where it has some; an error is called as the request's only image is."""
+    if isinstance(answer, ImageError):
+        return type(answer)("bytes", answer.reason)
+    return answer if found is None else replace(found, stage_ns=answer.stage_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One image, and how its request wants it answered."""
+
+    image: bytes | ImageError
+    options: Mapping[str, Any]
+
+
+class TritonPythonModel:
+    """What the server's Python backend looks for."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._deployed = deployed = Deployed.of(args)
+        self._task = deployed.manifest.spec.task
+        self._usual = options_of_request({}, deployed.options, deployed.manifest.spec)
+        index = int(args["model_instance_device_id"])
+        self._session = open_on_gpu(deployed.folder, deployed.manifest, index, self._usual, deployed.limits)
+        self._metrics = StageMetrics.of(args)
+        self._answer([_Asked(SAMPLE, self._usual)])
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        asked = [guarded(self._read, request) for request in requests]
+        images = [image for some in asked if not isinstance(some, VisionfastError) for image in some]
+        batch = self._session.batch
+        answers: list[Detections | VisionfastError] = []
+        for first in range(0, len(images), batch):
+            call = images[first : first + batch]
+            some = guarded(self._answer, call)
+            answers += [some] * len(call) if isinstance(some, VisionfastError) else some
+        each = iter(answers)
+        return [
+            self._refuse(some) if isinstance(some, VisionfastError) else self._respond([next(each) for _ in some])
+            for some in asked
+        ]
+
+    def finalize(self) -> None:
+        self._metrics.close()
+        self._session.close()
+
+    def _read(self, request: Any) -> list[_Asked]:
+        options = self._deployed.options_of(request)
+        return [_Asked(image, options) for image in images_of(request)]
+
+    def _answer(self, asked: Sequence[_Asked]) -> list[Detections | ImageError]:
+        """At most a batch of the engine's."""
+        # What came in no image's form takes no slot.
+        sent = [(one.image, one.options) for one in asked if isinstance(one.image, bytes)]
+        answered = self._session.answer([image for image, _ in sent], first=0, raises=False) if sent else []
+        others = {slot: options for slot, (_, options) in enumerate(sent) if options != self._usual}
+        found = self._session.objects_by(others) if others else {}
+        each = iter(_other(answer, found.get(slot)) for slot, answer in enumerate(answered))
+        return [one.image if isinstance(one.image, ImageError) else next(each) for one in asked]
+
+    def _respond(self, answers: Sequence[Detections | VisionfastError]) -> Any:
+        own: list[Detections | ImageError] = []
+        for answer in answers:
+            if isinstance(answer, VisionfastError) and not isinstance(answer, ImageError):
+                return self._refuse(answer)
+            own.append(answer)
+        for answer in own:
+            if isinstance(answer, ImageError):
+                self._metrics.count(answer.kind)
+            else:
+                self._metrics.observe(answer.stage_ns)
+        return response_of(pack_answers(own, self._task))
+
+    def _refuse(self, error: VisionfastError) -> Any:
+        self._metrics.count(kind_of(error))
+        return refused(error)

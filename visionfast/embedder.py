@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar
 
-import numpy as np
-
 from visionfast import artifacts, machine
 from visionfast.backends import DeviceEngine
 from visionfast.errors import BackendError, ImageError, OptionError
@@ -19,7 +17,7 @@ from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Embeddings
 from visionfast.sessions import ImageSource, source_name
 from visionfast.sessions.embed_stream import embed_stream
-from visionfast.sessions.embeddings import Embedded, EmbedSession, without_frames
+from visionfast.sessions.embeddings import Embedded, EmbedSession, gathered, without_frames
 from visionfast.sessions.opening import open_embed_session
 from visionfast.types import EngineManifest, ModelSpec, Runner
 from visionfast.whole_numbers import checked_threads
@@ -159,7 +157,7 @@ class Embedder:
             answers = self._batch(images, raises, patches)
         else:
             answers = self._batches(images, raises, patches)
-        found = self._gathered(answers, patches)
+        found = gathered(answers, self.spec, patches=patches)
         return found.normalised() if normalise else found
 
     def stream(
@@ -240,23 +238,6 @@ class Embedder:
                     raise answer
                 answers.append(answer)
         return answers
-
-    def _gathered(self, answers: Sequence[Embedded | ImageError], patches: bool) -> Embeddings:
-        cls = np.full((len(answers), self.dim), np.nan, np.float32)
-        dense = np.full((len(answers), *self.grid_hw, self.dim), np.nan, np.float32) if patches else None
-        for i, answer in enumerate(answers):
-            if isinstance(answer, ImageError):
-                continue
-            cls[i] = answer.cls
-            if dense is not None:
-                dense[i] = answer.patches
-        return Embeddings(
-            cls,
-            dense,
-            tuple(None if isinstance(a, ImageError) else a.placed for a in answers),
-            {i: a for i, a in enumerate(answers) if isinstance(a, ImageError)},
-            tuple({} if isinstance(a, ImageError) else a.stage_ns for a in answers),
-        )
 
 
 def _as_it_is(source: ImageSource) -> ImageSource:

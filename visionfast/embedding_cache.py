@@ -128,6 +128,14 @@ class EmbeddingCache:
             with self._lock:
                 self._ended[outcome] += 1
 
+    def kept(self, key: str) -> Embedding | None:
+        """The embedding of that key if it is in memory, which is a hit; otherwise nothing is counted."""
+        with self._lock:
+            if (embedding := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                self._ended["memory"] += 1
+            return embedding
+
     def __contains__(self, key: str) -> bool:
         """Whether it is in memory now; counts as no use of it."""
         with self._lock:

@@ -27,7 +27,8 @@ Every message is one line: what it is about, what was expected, what came, and w
     ├── FetchError                 a published file could not be had, or is not the one it should be
     └── ServerError                a server is not there, does not start, or does not answer as it should
         ├── QueueFullError             too many requests wait already; this one was refused at once
-        └── DeadlineError              the answer was not there in the time that it was given
+        ├── DeadlineError              the answer was not there in the time that it was given
+        └── ImageNotKeptError          a request named an image by its key, and the server does not have it
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = [
     "ImageError",
     "ImageFormatError",
     "ImageNotFoundError",
+    "ImageNotKeptError",
     "ImageTooLargeError",
     "ImageTruncatedError",
     "IncompatibleEngineError",
@@ -179,3 +181,7 @@ class QueueFullError(ServerError):
 
 class DeadlineError(ServerError):
     """The answer was not there in the time that the request was given."""
+
+
+class ImageNotKeptError(ServerError):
+    """A request named an image by its key alone, and the server does not have it, or not any more: send it."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.embedder import Embedder
 from visionfast.errors import ImageError, ShapeError
 from visionfast.postprocess.principal import PrincipalBasis, principal_basis
 from visionfast.predict_output import report
 from visionfast.sessions.embeddings import Embedded
 from visionfast.types import Letterbox
 
-__all__ = ["Described", "draw_patches", "embedded", "run_embedder", "shared_basis"]
+__all__ = ["Described", "Embeds", "draw_patches", "embedded", "run_embedder", "shared_basis"]
 
 _SIDE = 1024
 """Pixels of a picture's longer side: there are no more than some dozen patches to be seen along it."""
@@ -33,8 +32,28 @@ _SAMPLE = 16_384
 """Vectors that a shared basis is made of at most: 25 MB of DINOv2 ViT-S, 100 MB of ViT-g."""
 
 
+class Embeds(Protocol):
+    """What gives files vectors: an `Embedder`, or one on a server."""
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+        ...
+
+    @property
+    def grid_hw(self) -> tuple[int, int]:
+        """Patches of an image."""
+        ...
+
+    def stream(
+        self, items: Sequence[Path], *, load: Callable[[Path], Path], patches: bool
+    ) -> Generator[tuple[Path, Embedded | ImageError], None, None]:
+        """As `Embedder.stream`."""
+        ...
+
+
 def run_embedder(
-    embedder: Embedder,
+    embedder: Embeds,
     paths: Sequence[Path],
     *,
     save: Path | None,
@@ -62,7 +81,7 @@ def run_embedder(
     return report(answers, paths, save=save, json_to=json_to)
 
 
-def shared_basis(embedder: Embedder, paths: Sequence[Path]) -> PrincipalBasis | None:
+def shared_basis(embedder: Embeds, paths: Sequence[Path]) -> PrincipalBasis | None:
     """One basis for the patches of several images, in bounded memory: of many images, some patches of each.
 
     The patches are taken evenly, the same ones in every run. `None` where no image can be read.
@@ -85,9 +104,7 @@ class _NotFiniteError(ImageError):
     kind = "not-finite"
 
 
-def embedded(
-    embedder: Embedder, paths: Sequence[Path], *, patches: bool
-) -> Iterator[tuple[Path, Embedded | ImageError]]:
+def embedded(embedder: Embeds, paths: Sequence[Path], *, patches: bool) -> Iterator[tuple[Path, Embedded | ImageError]]:
     """Every file with its vectors, all of them finite, or what is wrong; in order, decoded beside the engine."""
     with contextlib.closing(embedder.stream(paths, load=lambda path: path, patches=patches)) as answers:
         for path, answer in answers:

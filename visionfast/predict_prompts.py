@@ -55,9 +55,16 @@ class _PromptError(ImageError):
 
 
 def run_prompts(
-    segmenter: PromptSegmenter, paths: Sequence[Path], prompts: Prompts, *, save: Path | None, json_to: str | None
+    segment: Callable[..., Masks], paths: Sequence[Path], prompts: Prompts, *, save: Path | None, json_to: str | None
 ) -> int:
     """Asks the same prompts of every file; what comes of each, and what is raised, is said at `predict_output.report`.
+
+    Args:
+        segment: `PromptSegmenter.segment`, or a client's.
+        paths: of the images.
+        prompts: what is asked.
+        save: folder for the pictures.
+        json_to: file for the JSON lines; `-` is stdout.
 
     Returns:
         how many files could not be answered, those that the prompts do not fit among them.
@@ -65,7 +72,7 @@ def run_prompts(
 
     def ask(path: Path) -> Segmented:
         try:
-            masks = segmenter.segment(
+            masks = segment(
                 path, points=prompts.points or None, boxes=prompts.boxes or None, multimask=prompts.multimask
             )
         except OptionError as error:
@@ -76,18 +83,19 @@ def run_prompts(
 
 
 def run_everything(
-    segmenter: PromptSegmenter,
+    everything: Callable[..., Masks],
     paths: Sequence[Path],
     options: Mapping[str, Any],
     *,
     save: Path | None,
     json_to: str | None,
 ) -> int:
-    """Finds the masks of everything in every file; `options` of `visionfast.everything`, otherwise as `run_prompts`."""
+    """Finds the masks of everything in every file, by `PromptSegmenter.everything` or what is called like it; `options`
+    of `visionfast.everything`, otherwise as `run_prompts`."""
 
     def ask(path: Path) -> Segmented:
         with _points_bar(len(paths)) as progress:
-            return Segmented(segmenter.everything(path, progress=progress, **options))
+            return Segmented(everything(path, progress=progress, **options))
 
     return report(_each(paths, ask), paths, save=save, json_to=json_to)
 

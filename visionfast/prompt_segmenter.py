@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from visionfast import artifacts
 from visionfast.backends import DeviceEngine
-from visionfast.embedding import Embedding, KeyedImage, embedding_key, image_key, model_key
+from visionfast.embedding import Embedding, KeyedImage, check_key, embedding_key, image_key, model_key
 from visionfast.embedding_cache import CacheStats, EmbeddingCache, Transfer
 from visionfast.errors import OptionError
 from visionfast.loading import check_outputs, load_graphs, runs_here
@@ -24,7 +24,7 @@ from visionfast.postprocess.answer import Answer
 from visionfast.postprocess.choose import choose_masks
 from visionfast.preprocess.antialias import geometry
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.preprocess.prompts import prompt_tensors
+from visionfast.preprocess.prompts import no_boxes, prompt_tensors
 from visionfast.results import Masks
 from visionfast.sessions import ImageSource, pixels_of
 from visionfast.sessions.opening import open_prompt_session
@@ -213,7 +213,7 @@ class PromptSegmenter:
                 most_points=self.session.points,
             )
 
-        if points is None and boxes is not None and np.shape(boxes) == (0, 4):
+        if no_boxes(points, boxes):
             return Masks.empty(self._size_of(image))
         encoded = self._own(image) if isinstance(image, EncodedImage) else self._asked(image, check=prompts_on)
         tensors = prompts_on(encoded.placed)
@@ -265,6 +265,21 @@ class PromptSegmenter:
 
         found = everything(pixels, self.session, self.spec, encode=encode, **options)
         return replace(found, stage_ns=before | {k: v for k, v in found.stage_ns.items() if k not in before})
+
+    def keeps(self, key: str) -> bool:
+        """Whether `kept` has it; counts as no use of it."""
+        return embedding_key(self._model, key) in self._cache
+
+    def kept(self, key: str) -> EncodedImage | None:
+        """An image that the cache has in memory, by its `visionfast.embedding.image_key`; `None`: it does not.
+
+        Raises:
+            OptionError: `key` is not 64 hex digits.
+        """
+        check_key(key)
+        if (embedding := self._cache.kept(embedding_key(self._model, key))) is None:
+            return None
+        return EncodedImage(embedding.placed.image_hw, embedding.placed, embedding.features, self._model)
 
     # ---- around them --------------------------------------------------------------------------------------
 

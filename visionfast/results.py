@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import ImageError, ShapeError
+from visionfast.errors import ImageError, ServerError, ShapeError
 from visionfast.types import Letterbox
 
 if TYPE_CHECKING:
     from visionfast.postprocess.masks import InstanceMasks
 
-__all__ = ["Detections", "Embeddings", "Masks"]
+__all__ = ["Detections", "Embeddings", "Masks", "unit_vectors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,14 +199,14 @@ class Embeddings:
         cls: (N, D) float32, one vector an image: DINO's class token behind the last norm.
         patches: (N, h, w, D) float32, one vector a patch of the network's input; `None` where they were not asked for.
         placed: where each image lies in the network's input; `None` for one that could not be read.
-        errors: number of the image → what is wrong with it.
+        errors: number of the image → what is wrong with it; from a server also why its request was refused.
         stage_ns: for each image the nanoseconds of `decode`, `preprocess` and `engine`.
     """
 
     cls: npt.NDArray[np.float32]
     patches: npt.NDArray[np.float32] | None
     placed: tuple[Letterbox | None, ...]
-    errors: Mapping[int, ImageError] = field(default_factory=dict)
+    errors: Mapping[int, ImageError | ServerError] = field(default_factory=dict)
     stage_ns: tuple[Mapping[str, int], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -228,11 +228,12 @@ class Embeddings:
 
     def normalised(self) -> Embeddings:
         """Every vector scaled to a length of 1, so that a product of two is their cosine; a zero one stays zero."""
-        return replace(self, cls=_unit(self.cls), patches=None if self.patches is None else _unit(self.patches))
+        patches = None if self.patches is None else unit_vectors(self.patches)
+        return replace(self, cls=unit_vectors(self.cls), patches=patches)
 
 
-def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(…, D) to length 1. In float64: float32's squares overflow from 1.8e19."""
+def unit_vectors(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """(…, D) to length 1; a zero vector stays zero. In float64: float32's squares overflow from 1.8e19."""
     wide = vectors.astype(np.float64)
     lengths = np.sqrt(np.einsum("...d,...d->...", wide, wide))[..., None]
     scaled: npt.NDArray[np.float32] = np.divide(wide, lengths, out=wide, where=lengths > 0).astype(np.float32)

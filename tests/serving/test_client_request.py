@@ -28,13 +28,15 @@ from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
 from visionfast.results import Detections
-from visionfast.serving.client_request import Terms, answer_of, encoded_image, kept, refusal, request_of
+from visionfast.serving.client_questions import about_objects
+from visionfast.serving.client_request import Terms, encoded_image, kept, refusal
 from visionfast.serving.client_transport import Address
 from visionfast.serving.wire import fault_text, pack_answers, unpack_image
 from visionfast.types import ModelSpec, PreprocessSpec
 
 SPEC = ModelSpec("y", "yolov8", "yolov8n", "detect", (), PreprocessSpec((64, 64)), ("cat", "dog"), (8, 16, 32))
-TERMS = Terms.of("raise", {}, 30.0)
+QUESTION = about_objects(SPEC, {}, on_error="raise", timeout=30.0)
+TERMS = QUESTION.terms
 
 _SIDES = st.integers(1, 40)
 PIXELS = st.one_of(
@@ -60,13 +62,13 @@ def test_a_frame_of_video_arrives_as_it_is() -> None:
 @given(st.binary(max_size=200_000))
 def test_bytes_are_sent_as_they_are(data: bytes) -> None:
     for source in (data, bytearray(data), memoryview(data)):
-        sent = request_of(source, 0, TERMS).arrays
+        sent = QUESTION.request(source, 0).arrays
         assert unpack_image(sent["image"][0], sent["length"][0]) == data
 
 
 def test_a_file_is_sent_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"anything")
-    sent = request_of(tmp_path / "a.bin", 0, TERMS).arrays
+    sent = QUESTION.request(tmp_path / "a.bin", 0).arrays
     assert unpack_image(sent["image"][0], sent["length"][0]) == b"anything"
 
 
@@ -82,14 +84,14 @@ def test_a_file_is_sent_as_it_is(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_sent(source: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error) as caught:
-        request_of(source, 7, TERMS)
+        QUESTION.request(source, 7)
     assert str(caught.value).startswith(said)
 
 
 def test_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("visionfast.serving.client_request._LIMITS", DecodeLimits(max_bytes=10))
     with pytest.raises(ImageTooLargeError, match="image 7: expected at most 10 bytes, got 11"):
-        request_of(b"a" * 11, 7, TERMS)
+        QUESTION.request(b"a" * 11, 7)
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def _found(class_id: int) -> Detections:
 def test_an_error_bears_the_callers_name() -> None:
     packed = pack_answers([ImageTooLargeError("bytes", "too many")], "detect")
     for source, name in ((b"", "image 3"), ("a.jpg", "a.jpg"), (Path("b.jpg"), "b.jpg")):
-        answer = answer_of(packed, SPEC, source, 3)
+        answer = QUESTION.answer(packed, source, 3)
         assert isinstance(answer, ImageTooLargeError)
         assert (answer.source, answer.reason) == (name, "too many")
 
@@ -110,9 +112,9 @@ def test_an_error_bears_the_callers_name() -> None:
 def test_answers_that_are_no_ones() -> None:
     for answers in ([_found(0), _found(1)], [_found(2)], [_found(-1)]):
         with pytest.raises(ServerError):
-            answer_of(pack_answers(answers, "detect"), SPEC, b"", 0)
+            QUESTION.answer(pack_answers(answers, "detect"), b"", 0)
     with pytest.raises(ServerError):
-        answer_of({}, SPEC, b"", 0)
+        QUESTION.answer({}, b"", 0)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from visionfast.errors import OptionError, ServerError
-from visionfast.serving.ensemble import Layout, Pipeline
+from visionfast.serving.ensemble import Layout, Pipeline, behind_a_cache
 from visionfast.serving.scheduling import QueueLimits, Scheduling
 from visionfast.serving.topology import pipeline_of
 from visionfast.serving.wire import inputs_of, outputs_of
@@ -64,24 +65,29 @@ def test_a_configuration_read_back_says_what_was_asked_for(layout: Layout) -> No
     assert list(read) == [stage.name for stage in pipeline.stages] + (["p"] if layout == "ensemble" else [])
     for model, config in read.items():
         assert (config.name, config.max_batch_size, served_version(config)) == (model, 4, 3)
-        assert config.response_cache.enable
+        assert config.response_cache.enable == (model == "p")  # a step's answer is true of one request only
         assert config.parameters["certificate"].string_value == "passed"
         if config.platform == "ensemble":
             continue
         assert config.backend == "python"
         assert config.instance_group[0].count == 2
-        batching = config.dynamic_batching
-        first = model == pipeline.stages[0].name
-        assert batching.max_queue_delay_microseconds == (123 if first else 0)
-        assert (batching.priority_levels, batching.default_priority_level) == (2, 1)
-        for level, limits in ((1, scheduling.online), (2, scheduling.offline)):
-            policy = batching.priority_queue_policy[level]
-            assert policy.timeout_action == policy.REJECT
-            assert policy.allow_timeout_override
-            assert (policy.max_queue_size, policy.default_timeout_microseconds) == (
-                limits.requests,
-                limits.timeout_ms * 1000,
-            )
+        assert not config.HasField("dynamic_batching")  # requests wait in a line of ours
+        assert json.loads(config.parameters["line"].string_value) == {
+            "delay_us": 123 if model == pipeline.stages[0].name else 0,
+            "online": {"requests": 5, "timeout_ms": 600},
+            "offline": {"requests": 70, "timeout_ms": 8000},
+        }
+
+
+def test_a_pipeline_behind_a_cache_is_an_ensemble_be_it_of_one_step() -> None:
+    fused, ensemble = (behind_a_cache(pipeline_of("p", spec_of("detect"), layout)) for layout in LAYOUTS)
+    assert ensemble == pipeline_of("p", spec_of("detect"), "ensemble")
+    made = configs(fused, Scheduling(cache=True))
+    assert list(made) == ["p_fused", "p"]
+    (step,) = made["p"].ensemble_scheduling.step
+    assert (step.model_name, dict(step.input_map)) == ("p_fused", {t.name: t.name for t in fused.inputs})
+    assert [model for model, config in made.items() if config.response_cache.enable] == ["p"]
+    assert made["p_fused"].parameters["pipeline"].string_value == "p"
 
 
 @pytest.mark.parametrize("task", ["detect", "segment"])
@@ -111,9 +117,12 @@ def test_a_tensor_between_two_stages_is_the_same_to_both() -> None:
     ("options", "message"),
     [
         ({"layout": "both"}, "layout 'both': expected fused or ensemble"),
-        ({"target": "nvidia"}, "target 'nvidia': expected cpu"),
-        ({"task": "embed"}, "a model for embed, and detect and segment are served"),
-        ({"task": "prompt-segment"}, "a model for prompt-segment, and detect and segment are served"),
+        ({"target": "tpu"}, "target 'tpu': expected cpu or nvidia"),
+        ({"layout": "ensemble", "task": "embed"}, "layout ensemble: expected fused for embed: it has nothing behind"),
+        (
+            {"layout": "ensemble", "task": "prompt-segment"},
+            "layout ensemble: expected fused for prompt-segment: an encoded image is kept where it was encoded",
+        ),
     ],
 )
 def test_what_is_not_served_is_said(options: dict[str, Any], message: str) -> None:
@@ -147,9 +156,9 @@ def test_a_damaged_configuration_is_one_line() -> None:
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for old in GOLDEN.glob("*.pbtxt"):
-        old.unlink()
     for task in ("detect", "segment"):
         for layout in LAYOUTS:
+            for old in GOLDEN.glob(f"{task}-{layout}*.pbtxt"):
+                old.unlink()
             for model, config in configs(pipeline_of(f"{task}-{layout}", spec_of(task), layout)).items():  # type: ignore[arg-type]
                 (GOLDEN / f"{model}.pbtxt").write_text(text_of(config))

@@ -33,7 +33,7 @@ from visionfast.serving.wire import (
 from visionfast.types import Task
 
 TASKS: tuple[Task, ...] = ("detect", "segment")
-IMAGE_ERRORS = [ImageError, *ImageError.__subclasses__()]
+IMAGE_ERRORS = [kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), ImageError)]
 
 
 def some(n: int, shape: tuple[int, ...] = (), dtype: type = np.float32) -> st.SearchStrategy[npt.NDArray[Any]]:

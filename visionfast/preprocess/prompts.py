@@ -11,12 +11,13 @@ import numpy.typing as npt
 from visionfast.errors import OptionError
 from visionfast.types import Letterbox, PromptSpec, PromptTensors
 
-__all__ = ["parse_box", "parse_point", "prompt_tensors"]
+__all__ = ["no_boxes", "parse_box", "parse_point", "prompt_numbers", "prompt_tensors"]
 
 _PADDING = -1.0
 _CORNERS = (2.0, 3.0)  # top left, bottom right
 _POINTS_FORM = "[x, y, label] points as (N, 3), or (P, N, 3) for P prompts, label 1 on the object and 0 beside it"
 _BOXES_FORM = "[x1, y1, x2, y2] boxes as (4,), or (P, 4) for P prompts"
+_MASK_FORM = "mask logits (P, 256, 256)"
 _MASK_STRIDE = 4  # pixels of the network's input in one of a mask's
 
 
@@ -80,6 +81,33 @@ def prompt_tensors(
         labels=labels.astype(np.float32),
         mask_input=None if mask_input is None else _masks(mask_input, len(labels), placed.size_hw),
     )
+
+
+def prompt_numbers(
+    points: Any, boxes: Any, mask_input: Any = None
+) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
+    """Points, boxes and mask logits as numbers, of whatever shape they are: what can be said without the image.
+
+    Boxes of (0, 4), a detector's that found nothing, may stand alone.
+
+    Raises:
+        OptionError: something else than numbers, or ragged, or empty; as `prompt_tensors` words it.
+    """
+    if no_boxes(points, boxes):
+        return None, np.zeros((0, 4)), None
+    return (
+        None if points is None else _numbers(points, "points", _POINTS_FORM),
+        None if boxes is None else _numbers(boxes, "boxes", _BOXES_FORM),
+        None if mask_input is None else _numbers(mask_input, "mask_input", _MASK_FORM),
+    )
+
+
+def no_boxes(points: Any, boxes: Any) -> bool:
+    """Whether boxes of (0, 4) are all that is asked, as of a detector that found nothing: the answer is no mask."""
+    try:
+        return points is None and boxes is not None and np.shape(boxes) == (0, 4)
+    except ValueError:  # ragged
+        return False
 
 
 def _clicks(points: Any, image_hw: tuple[int, int]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from types import TracebackType
+from dataclasses import replace
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from visionfast.errors import ImageError, OptionError, ServerError
-from visionfast.results import Detections
-from visionfast.serving.client_model import is_unknown, not_there, served_manifest
-from visionfast.serving.client_request import Answer, Options, Terms, answer_of, kept, request_of
-from visionfast.serving.client_transport import Address, Scheme, open_transport
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.embedding import image_key
+from visionfast.errors import ImageError, ImageNotKeptError, ServerError
+from visionfast.results import Detections, Embeddings, Masks
+from visionfast.serving.client_asking import Asking
+from visionfast.serving.client_questions import about_everything, about_objects, about_prompts, about_vectors
+from visionfast.serving.client_request import Answer, Options, Priority, encoded_image
+from visionfast.serving.client_tracing import traced
+from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
-from visionfast.types import Certificate, EngineManifest, ModelSpec
+from visionfast.sessions.embeddings import Embedded, gathered
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.10 has none at run time
 
-__all__ = ["Client", "check_settings", "listed_sources"]
+__all__ = ["Client"]
 
 
-class Client:
+class Client(Asking):
     """One model on one server. A context manager; threads may share it.
 
     Every image is a request of its own, so that the server can put together the images of all its clients; the images
@@ -32,12 +37,16 @@ class Client:
         with Client("localhost:8001", "yolov8s") as client:
             detections = client(["bus.jpg"])[0]
 
+    A model of another task is asked with `embed`, or with `segment` and `everything`, as in process.
+
     Args:
         url: `localhost:8001` or `grpc://localhost:8001`, or `http://localhost:8000`.
         model: its name on the server.
         protocol: `grpc` or `http`, for a URL without a scheme; default: gRPC.
         timeout: seconds that one image's request may take at most, and each question about the model.
         concurrency: images that are under way at the same time at most, of all calls together.
+        shared_memory: images reach the server through it, not through the connection; for one on this machine that was
+            started with `--shared-memory`.
 
     Raises:
         OptionError: the URL is none, or a setting is out of its range.
@@ -45,52 +54,6 @@ class Client:
         ServerError: no server answers there, it does not know the model, or the model is none of visionfast's.
         DeadlineError: it does not answer in time.
     """
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        protocol: Scheme | None = None,
-        timeout: float = 30.0,
-        concurrency: int = 8,
-    ) -> None:
-        check_settings(model, timeout, concurrency)
-        self.address = Address.parse(url, protocol)
-        self.model = model
-        self._timeout = timeout
-        self._window = 2 * concurrency  # of a stream: the next ones need not wait for one that takes long
-        self._lock = threading.Lock()
-        self._closed = False
-        self._transport = open_transport(self.address)
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="visionfast-client")
-        try:
-            self.manifest = self._manifest()
-        except BaseException:
-            self.close()
-            raise
-
-    def _manifest(self) -> EngineManifest:
-        try:
-            config = self._transport.config(self.model, self._timeout)
-        except ServerError as error:
-            if not is_unknown(error):
-                raise
-            raise not_there(str(self.address), self.model, self._transport.models(self._timeout)) from error
-        return served_manifest(str(self.address), self.model, config)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.manifest.spec
-
-    @property
-    def certificate(self) -> Certificate:
-        """Of the engine that the server runs."""
-        return self.manifest.certificate
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.spec.class_names
 
     @overload
     def __call__(
@@ -147,72 +110,148 @@ class Client:
 
         Images are read as they are sent, and no more are under way than the client's `concurrency` allows for.
         """
+        return self._answers(images, about_objects(self.spec, options, on_error=on_error, timeout=self._timeout))
+
+    def traced(self, image: ImageSource, **options: Unpack[Options]) -> Traced[Detections]:
+        """One image's answer, and where its time went: `visionfast client --trace` shows it.
+
+        It asks the server three questions more, so it is for looking, not for work. The server's sums tell one
+        request's queue from another's only while nobody else asks the model; `Trace.note` says if somebody did.
+
+        Args:
+            image: as one of a call.
+            options: as for a call.
+
+        Raises:
+            ImageError, OptionError, QueueFullError, DeadlineError, ServerError: as for a call.
+        """
+        question = about_objects(self.spec, options, on_error="raise", timeout=self._timeout)
         if self._closed:
             raise self._is_closed()
-        terms = Terms.of(on_error, options, self._timeout)
-        return self._answers(listed_sources(images), terms)
+        return traced(self._transport, self.model, image, question, self._timeout)
 
-    def _answers(self, images: Sequence[ImageSource], terms: Terms) -> Iterator[Answer]:
-        if len(images) == 1:  # without another thread
-            yield self._answer(images[0], 0, terms)
-            return
-        under_way: deque[Future[Answer]] = deque()
-        try:
-            for index, source in enumerate(images):
-                if len(under_way) == self._window:
-                    yield under_way.popleft().result()
-                under_way.append(self._pool.submit(self._answer, source, index, terms))
-            while under_way:
-                yield under_way.popleft().result()
-        except (CancelledError, RuntimeError):  # the pool's words
-            if self._closed:
-                raise self._is_closed() from None
-            raise
-        finally:
-            for one in under_way:
-                one.cancel()
+    # ---- embedders ------------------------------------------------------------------------------------------------
 
-    def _answer(self, source: ImageSource, index: int, terms: Terms) -> Answer:
-        try:
-            request = request_of(source, index, terms)
-            arrays = self._transport.infer(self.model, request, terms.patience_s)
-            answer = answer_of(arrays, self.spec, source, index)
-        except (ImageError, ServerError) as error:
-            answer = error
-        return answer if isinstance(answer, Detections) else kept(answer, terms)
+    def embed(
+        self,
+        images: ImageSource | Sequence[ImageSource],
+        *,
+        patches: bool = True,
+        normalise: bool | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Embeddings:
+        """The vectors of some images, in order: as `Embedder` gives them.
 
-    def _is_closed(self) -> OptionError:
-        return OptionError(f"{self.model}: this client is closed; open another one")
+        Args:
+            images: as for a call.
+            patches: give the patches' vectors too; those that nobody asks for are not sent.
+            normalise: scale every vector to a length of 1; default: what the model was deployed with.
+            on_error: as for a call; `return` it in `Embeddings.errors`.
+            priority, deadline_ms: as for a call.
 
-    def close(self) -> None:
-        """Ends what is under way, and the connections. Closing twice is harmless."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
-            self._transport.close()
-            self._pool.shutdown(cancel_futures=True)
+        Raises:
+            OptionError: the model is no embedder; and all else as for a call.
+        """
+        answers = self.embed_stream(
+            images,
+            patches=patches,
+            normalise=normalise,
+            on_error=on_error,
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
+        return gathered(list(answers), self.spec, patches=patches)
 
-    def __enter__(self) -> Client:
-        return self
+    def embed_stream(
+        self,
+        images: ImageSource | Sequence[ImageSource],
+        *,
+        patches: bool = False,
+        normalise: bool | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Iterator[Embedded | ImageError | ServerError]:
+        """As `embed`, but each image's vectors as soon as they and those before them are there."""
+        options = {"normalise": normalise, "priority": priority, "deadline_ms": deadline_ms}
+        question = about_vectors(self.spec, options, patches=patches, on_error=on_error, timeout=self._timeout)
+        return self._answers(images, question)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    # ---- prompt segmenters ----------------------------------------------------------------------------------------
 
+    def segment(
+        self,
+        image: ImageSource,
+        *,
+        points: Any = None,
+        boxes: Any = None,
+        mask_input: npt.NDArray[np.float32] | None = None,
+        multimask: bool | None = None,
+        logits: bool = False,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Masks:
+        """The masks for clicks and boxes on one image: as `PromptSegmenter.segment` gives them.
 
-def check_settings(model: str, timeout: float, concurrency: int) -> None:
-    """Raises `OptionError` for a setting that is out of its range."""
-    if not isinstance(model, str) or not model:
-        raise OptionError(f"model: expected its name on the server, got {model!r}")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise OptionError(f"timeout: expected more than 0 seconds, got {timeout!r}")
-    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
-        raise OptionError(f"concurrency: expected at least 1, got {concurrency!r}")
+        The server keeps encoded images, so what follows the first call on an image is quick, and the image itself is
+        sent again only where the server does not have it any more.
 
+        Args:
+            image: as one of a call.
+            points, boxes, mask_input, logits: as for `PromptSegmenter.segment`.
+            multimask: as there; default: what the model was deployed with.
+            priority, deadline_ms: as for a call.
 
-def listed_sources(images: ImageSource | Sequence[ImageSource]) -> Sequence[ImageSource]:
-    """One by itself as a list of one."""
-    if not isinstance(images, Sequence) or isinstance(images, (str, bytes, bytearray, memoryview)):
-        return [images]
-    return images
+        Raises:
+            OptionError: the model is no prompt segmenter, or a prompt does not fit the image.
+            ImageError, QueueFullError, DeadlineError, ServerError: as for a call.
+        """
+        question = about_prompts(
+            self.spec,
+            {"priority": priority, "deadline_ms": deadline_ms},
+            points=points,
+            boxes=boxes,
+            mask_input=mask_input,
+            multimask=multimask,
+            logits=logits,
+            timeout=self._timeout,
+        )
+        encoded = encoded_image(image)
+        started = perf_counter_ns()
+        key = image_key(encoded).key
+        hash_ns = perf_counter_ns() - started
+        if key in self._sent:
+            with contextlib.suppress(ImageNotKeptError):
+                masks = self._one(question.by_key(key), image, question)
+                return replace(masks, stage_ns={"hash": hash_ns} | dict(masks.stage_ns))
+        masks = self._one(question.request(encoded, None), image, question)
+        self._sent.add(key)
+        return masks
+
+    def everything(
+        self,
+        image: ImageSource,
+        *,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+        **options: Any,
+    ) -> Masks:
+        """The masks of everything in an image: as `PromptSegmenter.everything` gives them.
+
+        It may take minutes on a CPU, for a thousand points by default: open the client with a `timeout` that allows for
+        it. When the time is over, the server stops.
+
+        Args:
+            image: as one of a call.
+            priority, deadline_ms: as for a call.
+            options: as for `PromptSegmenter.everything`.
+
+        Raises:
+            OptionError: the model is no prompt segmenter, or an option does not exist or is out of its range.
+            ImageError, QueueFullError, DeadlineError, ServerError: as for a call.
+        """
+        terms = {"priority": priority, "deadline_ms": deadline_ms}
+        question = about_everything(self.spec, terms, everything=options, timeout=self._timeout)
+        return self._one(question.request(image, None), image, question)

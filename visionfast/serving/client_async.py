@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from visionfast.errors import ImageError, OptionError, ServerError
-from visionfast.results import Detections
-from visionfast.serving.client import check_settings, listed_sources
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.embedding import image_key
+from visionfast.errors import ImageError, ImageNotKeptError, OptionError, ServerError
+from visionfast.results import Detections, Embeddings, Masks
+from visionfast.serving.client_asking import check_settings, listed_sources
 from visionfast.serving.client_model import is_unknown, not_there, served_manifest
-from visionfast.serving.client_request import Answer, Options, Terms, answer_of, kept, request_of
+from visionfast.serving.client_questions import (
+    Question,
+    SentImages,
+    about_everything,
+    about_objects,
+    about_prompts,
+    about_vectors,
+)
+from visionfast.serving.client_request import Answer, Options, Priority, Request, encoded_image, kept
+from visionfast.serving.client_tracing import traced_async
 from visionfast.serving.client_transport import Address, AsyncTransport, Scheme, open_async_transport
+from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
+from visionfast.sessions.embeddings import Embedded, gathered
 from visionfast.types import Certificate, EngineManifest, ModelSpec
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.10 has none at run time
 
 __all__ = ["AsyncClient"]
+
+_Answer = TypeVar("_Answer")
 
 
 class AsyncClient:
@@ -41,15 +61,18 @@ class AsyncClient:
         protocol: Scheme | None = None,
         timeout: float = 30.0,
         concurrency: int = 8,
+        shared_memory: bool = False,
     ) -> None:
         check_settings(model, timeout, concurrency)
         self.address = Address.parse(url, protocol)
         self.model = model
         self._timeout = timeout
+        self._shared_memory = shared_memory
         self._window = 2 * concurrency  # of a stream: the next ones need not wait for one that takes long
         self._turns = asyncio.Semaphore(concurrency)
         self._connecting = asyncio.Lock()
         self._closed = False
+        self._sent = SentImages()
         self._transport: AsyncTransport | None = None
         self._manifest: EngineManifest | None = None
 
@@ -105,14 +128,141 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncIterator[Answer]:
         """As `Client.stream`. One that is not read to its end is closed with `aclose()`."""
-        terms = Terms.of(on_error, options, self._timeout)
+        _, spec = await self._connected()
+        question = about_objects(spec, options, on_error=on_error, timeout=self._timeout)
+        async with contextlib.aclosing(self._each(images, question)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def traced(self, image: ImageSource, **options: Unpack[Options]) -> Traced[Detections]:
+        """As `Client.traced`."""
         transport, spec = await self._connected()
-        under_way: deque[asyncio.Task[Answer]] = deque()
+        question = about_objects(spec, options, on_error="raise", timeout=self._timeout)
+        return await traced_async(transport, self.model, image, question, self._timeout)
+
+    # ---- embedders ------------------------------------------------------------------------------------------------
+
+    async def embed(
+        self,
+        images: ImageSource | Sequence[ImageSource],
+        *,
+        patches: bool = True,
+        normalise: bool | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Embeddings:
+        """As `Client.embed`."""
+        stream = self.embed_stream(
+            images,
+            patches=patches,
+            normalise=normalise,
+            on_error=on_error,
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
+        async with contextlib.aclosing(stream) as answers:
+            return gathered([answer async for answer in answers], self.spec, patches=patches)
+
+    def embed_stream(
+        self,
+        images: ImageSource | Sequence[ImageSource],
+        *,
+        patches: bool = False,
+        normalise: bool | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> AsyncGenerator[Embedded | ImageError | ServerError, None]:
+        """As `Client.embed_stream`. One that is not read to its end is closed with `aclose()`."""
+        options = {"normalise": normalise, "priority": priority, "deadline_ms": deadline_ms}
+        return self._embedded(images, options, patches=patches, on_error=on_error)
+
+    async def _embedded(
+        self, images: ImageSource | Sequence[ImageSource], options: Mapping[str, Any], *, patches: bool, on_error: str
+    ) -> AsyncGenerator[Embedded | ImageError | ServerError, None]:
+        _, spec = await self._connected()
+        question = about_vectors(spec, options, patches=patches, on_error=on_error, timeout=self._timeout)
+        async with contextlib.aclosing(self._each(images, question)) as answers:
+            async for answer in answers:
+                yield answer
+
+    # ---- prompt segmenters ----------------------------------------------------------------------------------------
+
+    async def segment(
+        self,
+        image: ImageSource,
+        *,
+        points: Any = None,
+        boxes: Any = None,
+        mask_input: npt.NDArray[np.float32] | None = None,
+        multimask: bool | None = None,
+        logits: bool = False,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Masks:
+        """As `Client.segment`."""
+        _, spec = await self._connected()
+        question = about_prompts(
+            spec,
+            {"priority": priority, "deadline_ms": deadline_ms},
+            points=points,
+            boxes=boxes,
+            mask_input=mask_input,
+            multimask=multimask,
+            logits=logits,
+            timeout=self._timeout,
+        )
+        encoded = await asyncio.to_thread(encoded_image, image)
+        started = perf_counter_ns()
+        key = (await asyncio.to_thread(image_key, encoded)).key
+        hash_ns = perf_counter_ns() - started
+        if key in self._sent:
+            with contextlib.suppress(ImageNotKeptError):
+                masks = await self._one(question.by_key(key), image, question)
+                return replace(masks, stage_ns={"hash": hash_ns} | dict(masks.stage_ns))
+        masks = await self._one(question.request(encoded, None), image, question)
+        self._sent.add(key)
+        return masks
+
+    async def everything(
+        self,
+        image: ImageSource,
+        *,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+        **options: Any,
+    ) -> Masks:
+        """As `Client.everything`."""
+        _, spec = await self._connected()
+        terms = {"priority": priority, "deadline_ms": deadline_ms}
+        question = about_everything(spec, terms, everything=options, timeout=self._timeout)
+        request = await asyncio.to_thread(question.request, image, None)
+        return await self._one(request, image, question)
+
+    # ---- around them ----------------------------------------------------------------------------------------------
+
+    async def _one(self, request: Request, image: ImageSource, question: Question[_Answer]) -> _Answer:
+        """The answer to the only request of a call. Raises what is wrong with its image, too."""
+        transport, _ = await self._connected()
+        async with self._turns:
+            try:
+                arrays = await transport.infer(self.model, request, question.terms.patience_s)
+            except asyncio.CancelledError:
+                if self._closed:  # gRPC cancels what is under way when its channel is closed
+                    raise self._is_closed() from None
+                raise
+        return question.only(arrays, image)
+
+    async def _each(
+        self, images: ImageSource | Sequence[ImageSource], question: Question[_Answer]
+    ) -> AsyncGenerator[_Answer | ImageError | ServerError, None]:
+        under_way: deque[asyncio.Task[_Answer | ImageError | ServerError]] = deque()
         try:
             for index, source in enumerate(listed_sources(images)):
                 if len(under_way) == self._window:
                     yield await under_way.popleft()
-                under_way.append(asyncio.create_task(self._answer(transport, spec, source, index, terms)))
+                under_way.append(asyncio.create_task(self._answer(source, index, question)))
             while under_way:
                 yield await under_way.popleft()
         finally:
@@ -121,28 +271,29 @@ class AsyncClient:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _answer(
-        self, transport: AsyncTransport, spec: ModelSpec, source: ImageSource, index: int, terms: Terms
-    ) -> Answer:
+        self, source: ImageSource, index: int, question: Question[_Answer]
+    ) -> _Answer | ImageError | ServerError:
+        transport, _ = await self._connected()
         async with self._turns:
             try:
                 # Reading a file and writing pixels may take as long as the answer: others go on meanwhile.
-                request = await asyncio.to_thread(request_of, source, index, terms)
-                arrays = await transport.infer(self.model, request, terms.patience_s)
-                answer = answer_of(arrays, spec, source, index)
+                request = await asyncio.to_thread(question.request, source, index)
+                arrays = await transport.infer(self.model, request, question.terms.patience_s)
+                answer = question.answer(arrays, source, index)
             except (ImageError, ServerError) as error:
-                answer = error
+                return kept(error, question.terms)
             except asyncio.CancelledError:
                 if self._closed:  # gRPC cancels what is under way when its channel is closed
                     raise self._is_closed() from None
                 raise
-        return answer if isinstance(answer, Detections) else kept(answer, terms)
+        return kept(answer, question.terms) if isinstance(answer, ImageError) else answer
 
     async def _connected(self) -> tuple[AsyncTransport, ModelSpec]:
         async with self._connecting:
             if self._closed:
                 raise self._is_closed()
             if self._transport is None:
-                self._transport = open_async_transport(self.address)
+                self._transport = open_async_transport(self.address, shared_memory=self._shared_memory)
             if self._manifest is None:
                 self._manifest = await self._asked(self._transport)
             return self._transport, self.spec

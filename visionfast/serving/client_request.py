@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -15,9 +15,8 @@ from visionfast.errors import DeadlineError, ImageError, OptionError, QueueFullE
 from visionfast.preprocess.decode import read_image_file
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
-from visionfast.serving.wire import fault_of, pack_image, pack_options, unpack_answers
-from visionfast.sessions import ImageSource, pixels_of, source_name
-from visionfast.types import ModelSpec
+from visionfast.serving.wire import WireTensor, fault_of, inputs_of, pack_options
+from visionfast.sessions import ImageSource, pixels_of
 
 __all__ = [
     "Answer",
@@ -25,13 +24,12 @@ __all__ = [
     "Priority",
     "Request",
     "Terms",
-    "answer_of",
     "as_json",
     "encoded_image",
     "kept",
     "late",
     "refusal",
-    "request_of",
+    "shown_name",
 ]
 
 Priority: TypeAlias = Literal["online", "offline"]
@@ -61,6 +59,9 @@ class Options(TypedDict, total=False):
     deadline_ms: float
 
 
+_OF_DETECTORS = tuple(Options.__annotations__)
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What holds for every image of a call.
@@ -70,23 +71,30 @@ class Terms:
         priority: level, 1 before 2.
         patience_s: seconds after which an answer is of no use, counted from when the image is sent.
         raises: an image's error is raised, not returned.
+        given: the options before they were packed.
     """
 
     options: bytes
     priority: int
     patience_s: float
     raises: bool
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_offline(self) -> bool:
+        return self.priority == _LEVELS["offline"]
 
     @classmethod
-    def of(cls, on_error: str, options: Mapping[str, Any], timeout: float) -> Terms:
-        """The terms of a call with these `Options`; `None` is as good as none.
+    def of(
+        cls, on_error: str, options: Mapping[str, Any], timeout: float, known: Sequence[str] = _OF_DETECTORS
+    ) -> Terms:
+        """The terms of a call with these options, which are among the known; `None` is as good as none.
 
         Raises:
             OptionError: no server could take them. What a model allows is for its server to say.
         """
         if on_error not in ("raise", "return"):
             raise OptionError(f"on_error: expected 'raise' or 'return', got {on_error!r}")
-        known = tuple(Options.__annotations__)
         if unknown := sorted(set(options) - set(known)):
             raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
         asked = {name: _plain(value) for name, value in options.items() if value is not None}
@@ -99,7 +107,7 @@ class Terms:
         try:
             if classes is not None:
                 asked["classes"] = [_plain(c) for c in classes]
-            return cls(pack_options(**asked), _LEVELS[priority], patience_s, on_error == "raise")
+            return cls(pack_options(**asked), _LEVELS[priority], patience_s, on_error == "raise", asked)
         except TypeError as error:  # no iterable, or nothing that JSON has
             raise OptionError(f"options: expected numbers, class names and truth values; {error}") from None
 
@@ -122,10 +130,14 @@ class Request:
     Attributes:
         arrays: of `wire.pack_image`.
         terms: of its call.
+        tensors: what the arrays are.
+        outputs: what of the answer is wanted; `None`: all of it.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     terms: Terms
+    tensors: tuple[WireTensor, ...] = inputs_of("detect")
+    outputs: tuple[str, ...] | None = None
 
     @property
     def queue_us(self) -> int:
@@ -133,7 +145,7 @@ class Request:
         return max(1, round(self.terms.patience_s * 1e6))
 
 
-def encoded_image(source: ImageSource, name: str | None = None) -> bytes:
+def encoded_image(source: ImageSource, index: int | None = None) -> bytes:
     """A source as a file's bytes: of a path or of bytes as they are, of pixels as a binary PPM.
 
     PPM is lossless, and next to nothing to write and read: a picture of 1280×720 takes 0.4 ms and 3 ms where PNG at its
@@ -142,60 +154,29 @@ def encoded_image(source: ImageSource, name: str | None = None) -> bytes:
     Args:
         source: a path, an encoded image, a uint8 RGB array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or an
             `Nv12Frame`.
-        name: `ImageError.source` of the errors.
+        index: of the image in what the caller gave, for the errors; `None` where it is the only one.
 
     Raises:
         ImageError: the file cannot be read, the array is no image, or it is over the default `DecodeLimits`.
     """
     if isinstance(source, (str, os.PathLike)):
-        return read_image_file(source, name=name)
+        return read_image_file(source)
+    name = shown_name(source, index)
     if isinstance(source, (bytes, bytearray, memoryview)):
         encoded = bytes(source)
-        _LIMITS.check_bytes(len(encoded), name or "bytes")
+        _LIMITS.check_bytes(len(encoded), name)
         return encoded
     pixels = pixels_of(source, limits=_LIMITS, name=name)  # (H, W, 3) u8 RGB
     height, width = pixels.shape[:2]
     return b"P6\n%d %d\n255\n" % (width, height) + pixels.tobytes()
 
 
-def request_of(source: ImageSource, index: int, terms: Terms) -> Request:
-    """The request for the image `index` of a call.
-
-    Raises:
-        ImageError: as `encoded_image`; it is named as `Detector` names it.
-    """
-    name = source_name(source, index)
-    encoded = encoded_image(source, name)
-    try:
-        return Request(pack_image(encoded, terms.options), terms)
-    except ImageError as error:
-        raise type(error)(_shown(source, index), error.reason) from None
-
-
-def answer_of(arrays: Mapping[str, npt.NDArray[Any]], spec: ModelSpec, source: ImageSource, index: int) -> Answer:
-    """The answer out of the server's arrays; what is wrong with the image bears its name here, not the server's.
-
-    Raises:
-        ServerError: the arrays are not a visionfast model's.
-    """
-    answers = unpack_answers(arrays, spec.task)
-    if len(answers) != 1:
-        raise ServerError(f"expected the answer for one image, got {len(answers)}; is it a model of visionfast's?")
-    (answer,) = answers
-    if isinstance(answer, ImageError):
-        return type(answer)(_shown(source, index), answer.reason)
-    classes = len(spec.class_names)
-    unknown = answer.class_id[(answer.class_id < 0) | (answer.class_id >= classes)]
-    if len(unknown):
-        raise ServerError(
-            f"class_id: expected 0 to {classes - 1}, got {unknown[0]}; if another model was deployed under this name, "
-            "open the client again"
-        )
-    return answer
-
-
-def _shown(source: ImageSource, index: int) -> str:
-    return source_name(source, index) or os.fspath(source)  # type: ignore[arg-type]  # a path has no name of its own
+def shown_name(source: ImageSource, index: int | None) -> str:
+    """What errors call an image: its path, else its place in what the caller gave, or `image` where it is the only
+    one."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fsdecode(source)
+    return "image" if index is None else f"image {index}"
 
 
 def kept(error: ImageError | ServerError, terms: Terms) -> ImageError | ServerError:
@@ -218,7 +199,9 @@ def refusal(where: str, model: str, text: str | None) -> VisionfastError:
     """
     line = " ".join((text or "it gave no reason").split())
     if (fault := fault_of(line)) is not None:
-        return fault
+        return (
+            type(fault)(f"{where}: {model}: {fault}") if isinstance(fault, (QueueFullError, DeadlineError)) else fault
+        )
     if "Exceeds maximum queue size" in line:
         return QueueFullError(f"{where}: {model}: too many requests wait already; send fewer at a time, or try later")
     if "Request timeout expired" in line:

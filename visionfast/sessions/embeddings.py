@@ -16,13 +16,24 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from visionfast.errors import BackendError, ImageError
+from visionfast.errors import BackendError, ImageError, ServerError
 from visionfast.preprocess.cpu_crop import CropPreprocessor
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.results import Embeddings
 from visionfast.sessions import ImageSource, pixels_of
-from visionfast.types import Letterbox
+from visionfast.types import Letterbox, ModelSpec
 
-__all__ = ["Changed", "EmbedSession", "Embedded", "Prepared", "Streams", "embedded", "prepared", "without_frames"]
+__all__ = [
+    "Changed",
+    "EmbedSession",
+    "Embedded",
+    "Prepared",
+    "Streams",
+    "embedded",
+    "gathered",
+    "prepared",
+    "without_frames",
+]
 
 _Stream = TypeVar("_Stream")
 
@@ -194,6 +205,26 @@ def embedded(
         )
         for slot, image in enumerate(images)
     ]
+
+
+def gathered(answers: Sequence[Embedded | ImageError | ServerError], spec: ModelSpec, *, patches: bool) -> Embeddings:
+    """What was said of N images, together: NaN stands where there are no vectors."""
+    (d,), grid = (tensor.shape[1:] for tensor in spec.graphs[0].outputs)
+    cls = np.full((len(answers), d), np.nan, np.float32)
+    dense = np.full((len(answers), *grid), np.nan, np.float32) if patches else None  # (N, h, w, D)
+    for i, answer in enumerate(answers):
+        if not isinstance(answer, Embedded):
+            continue
+        cls[i] = answer.cls
+        if dense is not None:
+            dense[i] = answer.patches
+    return Embeddings(
+        cls,
+        dense,
+        tuple(a.placed if isinstance(a, Embedded) else None for a in answers),
+        {i: a for i, a in enumerate(answers) if not isinstance(a, Embedded)},
+        tuple(a.stage_ns if isinstance(a, Embedded) else {} for a in answers),
+    )
 
 
 def without_frames(error: ImageError) -> ImageError:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,14 @@ from visionfast import artifacts, machine
 from visionfast.errors import ImageError, InputError, OptionError, ServerError, VisionfastError
 from visionfast.loading import check_outputs
 from visionfast.preprocess.limits import DecodeLimits
-from visionfast.serving.options import checked_options
-from visionfast.serving.wire import OPTIONS, fault_text, unpack_image, unpack_options
+from visionfast.serving.options import options_of_request
+from visionfast.serving.wire import fault_text, options_of, unpack_image, unpack_options
 from visionfast.types import EngineManifest
 
-__all__ = ["Deployed", "array_of", "guarded", "images_of", "refused", "response_of"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Deployed", "array_of", "device_tensor_of", "guarded", "images_of", "refused", "response_of"]
 
 _T = TypeVar("_T")
 
@@ -37,7 +40,7 @@ class Deployed:
     Attributes:
         folder: the engine's.
         manifest: the engine's.
-        options: of `postprocess`, where a request says nothing.
+        options: of `options.deployed_options`, where a request says nothing.
         limits: what an image may cost.
         threads: processors of this process: all that there are, shared out among the instances.
         max_batch: images of one call at most.
@@ -73,22 +76,29 @@ class Deployed:
         )
 
     def options_of(self, request: Any) -> dict[str, Any]:
-        """The request's options, of `postprocess`.
+        """What holds for the request: its own options, and the deployment's where it says nothing.
 
         Raises:
             OptionError: one that does not exist, is out of its range, or came as a parameter.
         """
-        names = self.manifest.spec.class_names
+        spec = self.manifest.spec
         # Quietly answered without it, whoever sent it would never know.
-        if strays := sorted(set(json.loads(request.parameters() or "{}")) & set(OPTIONS)):
+        if strays := sorted(set(json.loads(request.parameters() or "{}")) & set(options_of(spec.task))):
             raise OptionError(f"{strays[0]}: expected in the tensor `options`, as JSON, got a parameter of the request")
-        given = checked_options(unpack_options(array_of(request, "options")), names)
-        return {"num_classes": len(names), **self.options, **given}
+        return options_of_request(unpack_options(array_of(request, "options")), self.options, spec)
 
 
 def array_of(request: Any, name: str) -> npt.NDArray[Any]:
     """An input, with the batch in front; the server's memory, to be read until the request is answered."""
     return np.from_dlpack(pb_utils.get_input_tensor_by_name(request, name))
+
+
+def device_tensor_of(request: Any, name: str) -> torch.Tensor:
+    """An input as a torch tensor, on the device where the server has it."""
+    from torch.utils.dlpack import from_dlpack
+
+    tensor: torch.Tensor = from_dlpack(pb_utils.get_input_tensor_by_name(request, name))
+    return tensor
 
 
 def images_of(request: Any) -> list[bytes | ImageError]:

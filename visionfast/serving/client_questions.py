@@ -1,0 +1,196 @@
+"""What a call asks of each image, by the model's task: what goes out with the image, and how the answer is read."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from visionfast.errors import ImageError, OptionError, ServerError
+from visionfast.results import Detections, Masks
+from visionfast.serving.client_request import Request, Terms, encoded_image, shown_name
+from visionfast.serving.wire import inputs_of, outputs_of, pack_image, pack_options, unpack_answers
+from visionfast.serving.wire.masks import unpack_masks
+from visionfast.serving.wire.prompts import NO_MASK, pack_prompts
+from visionfast.serving.wire.vectors import unpack_vectors
+from visionfast.sessions import ImageSource
+from visionfast.sessions.embeddings import Embedded
+from visionfast.types import ModelSpec, Task
+
+__all__ = ["Question", "SentImages", "about_everything", "about_objects", "about_prompts", "about_vectors"]
+
+_Answer = TypeVar("_Answer", covariant=True)
+_Arrays = Mapping[str, npt.NDArray[Any]]
+
+_CALLS: Mapping[Task, str] = {
+    "detect": "client(images)",
+    "segment": "client(images)",
+    "embed": "client.embed(images)",
+    "prompt-segment": "client.segment(image, points=[(x, y, 1)])",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[_Answer]):
+    """What is asked of each image of a call.
+
+    Attributes:
+        spec: of the model.
+        terms: of the call.
+        read: the server's arrays → the answers for the images of one request.
+        wanted: optional tensors of the answer that are needed; `None`: all of the answer.
+        more: inputs beside the image.
+    """
+
+    spec: ModelSpec
+    terms: Terms
+    read: Callable[[_Arrays], Sequence[_Answer | ImageError]]
+    wanted: tuple[str, ...] | None = ()
+    more: _Arrays = field(default_factory=dict)
+
+    def request(self, source: ImageSource, index: int | None) -> Request:
+        """The request for the image `index` of a call, `None` if it has only one.
+
+        Raises:
+            ImageError: as `encoded_image`; it is named as in process.
+        """
+        encoded = encoded_image(source, index)
+        try:
+            return self._carrying(pack_image(encoded, self.terms.options))
+        except ImageError as error:
+            raise type(error)(shown_name(source, index), error.reason) from None
+
+    def by_key(self, key: str) -> Request:
+        """The request for an image that the server may have: its key stands for it."""
+        options = pack_options(**self.terms.given, image_key=key)
+        arrays = pack_image(b"", options)
+        return self._carrying({**arrays, "image": np.zeros((1, 1), np.uint8)})
+
+    def _carrying(self, arrays: _Arrays) -> Request:
+        task = self.spec.task
+        outputs = [tensor.name for tensor in outputs_of(task) if not tensor.optional]
+        return Request(
+            {**arrays, **self.more},
+            self.terms,
+            inputs_of(task),
+            None if self.wanted is None else (*outputs, *self.wanted),
+        )
+
+    def answer(self, arrays: _Arrays, source: ImageSource, index: int | None) -> _Answer | ImageError:
+        """The answer out of the server's arrays; what is wrong with the image bears its name here, not the server's.
+
+        Raises:
+            ServerError: the arrays are not a visionfast model's.
+        """
+        answers = self.read(arrays)
+        if len(answers) != 1:
+            raise ServerError(f"expected the answer for one image, got {len(answers)}; is it a model of visionfast's?")
+        (answer,) = answers
+        return type(answer)(shown_name(source, index), answer.reason) if isinstance(answer, ImageError) else answer
+
+    def only(self, arrays: _Arrays, source: ImageSource) -> _Answer:
+        """The answer for the only image of a call. Raises that image's error, too."""
+        answer = self.answer(arrays, source, None)
+        if isinstance(answer, ImageError):
+            raise answer
+        return answer
+
+
+def about_objects(
+    spec: ModelSpec, options: Mapping[str, Any], *, on_error: str, timeout: float
+) -> Question[Detections]:
+    """A detector's question.
+
+    Raises:
+        OptionError: the model is none, or no server could take the options.
+    """
+    _check_task(spec, "client(images)", "detect", "segment")
+
+    def read(arrays: _Arrays) -> list[Detections | ImageError]:
+        answers = unpack_answers(arrays, spec.task)
+        for answer in answers:
+            if isinstance(answer, Detections):
+                _check_classes(answer.class_id, len(spec.class_names))
+        return answers
+
+    return Question(spec, Terms.of(on_error, options, timeout), read, wanted=None)
+
+
+def about_vectors(
+    spec: ModelSpec, options: Mapping[str, Any], *, patches: bool, on_error: str, timeout: float
+) -> Question[Embedded]:
+    """An embedder's question; `options` may be `normalise`, `priority` and `deadline_ms`. Raises as `about_objects`."""
+    _check_task(spec, "client.embed", "embed")
+    known = ("normalise", "patches", "priority", "deadline_ms")
+    terms = Terms.of(on_error, {**options, "patches": patches}, timeout, known)
+    wanted = ("patches",) if patches else ()
+    return Question(spec, terms, lambda arrays: unpack_vectors(arrays, spec, patches=patches), wanted)
+
+
+def about_prompts(
+    spec: ModelSpec,
+    options: Mapping[str, Any],
+    *,
+    points: Any,
+    boxes: Any,
+    mask_input: Any,
+    multimask: bool | None,
+    logits: bool,
+    timeout: float,
+) -> Question[Masks]:
+    """A prompt segmenter's question; `options` may be `priority` and `deadline_ms`. Raises as `about_objects`."""
+    _check_task(spec, "client.segment", "prompt-segment")
+    prompts, mask = pack_prompts(points, boxes, mask_input, multimask=multimask, logits=logits)
+    known = (*prompts, "priority", "deadline_ms")
+    terms = Terms.of("raise", {**options, **prompts}, timeout, known)
+    wanted = ("logits",) if logits else ()
+    return Question(spec, terms, unpack_masks, wanted, {"mask_input": mask})
+
+
+def about_everything(
+    spec: ModelSpec, options: Mapping[str, Any], *, everything: Mapping[str, Any], timeout: float
+) -> Question[Masks]:
+    """Everything mode's question; `options` may be `priority` and `deadline_ms`. Raises as `about_objects`."""
+    _check_task(spec, "client.everything", "prompt-segment")
+    terms = Terms.of("raise", {**options, "everything": everything}, timeout, ("everything", "priority", "deadline_ms"))
+    return Question(spec, terms, unpack_masks, ("stability", "points"), {"mask_input": NO_MASK})
+
+
+def _check_task(spec: ModelSpec, asked: str, *tasks: Task) -> None:
+    if spec.task not in tasks:
+        raise OptionError(f"{asked}: {spec.name} is a model for {spec.task}; {_CALLS[spec.task]} asks it")
+
+
+def _check_classes(class_id: npt.NDArray[np.int64], classes: int) -> None:
+    unknown = class_id[(class_id < 0) | (class_id >= classes)]
+    if len(unknown):
+        raise ServerError(
+            f"class_id: expected 0 to {classes - 1}, got {unknown[0]}; if another model was deployed under this name, "
+            "open the client again"
+        )
+
+
+class SentImages:
+    """Which images a server was sent and may still have, by their `visionfast.embedding.image_key`; for any number of
+    threads."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._keys: OrderedDict[str, None] = OrderedDict()  # the least recently used comes first
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def add(self, key: str) -> None:
+        with self._lock:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+            if len(self._keys) > self._most:
+                self._keys.popitem(last=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 from visionfast.errors import OptionError
 
@@ -15,7 +16,7 @@ class QueueLimits:
 
     Attributes:
         requests: that wait in a model's queue at most; the next one is refused at once.
-        timeout_ms: that a request waits at most, unless it brings its own deadline; it is refused then.
+        timeout_ms: that a request has at most until its answer, also where its own deadline is later.
     """
 
     requests: int
@@ -27,7 +28,7 @@ class Scheduling:
     """How requests wait and are put together.
 
     Attributes:
-        max_batch: images that a model is given at once, at most.
+        max_batch: images that a model is given at once, at most; on a CPU no more than can be computed at once.
         queue_delay_us: that the first model waits for more of them, microseconds. The later ones of an ensemble don't.
         instances: processes of each stage; the processors are shared out among them.
         online, offline: limits of priority 1, which is every request's own unless it says so, and 2.
@@ -40,6 +41,10 @@ class Scheduling:
     online: QueueLimits = QueueLimits(requests=256, timeout_ms=10_000)
     offline: QueueLimits = QueueLimits(requests=1024, timeout_ms=60_000)
     cache: bool = False
+
+    def line(self, delay_us: int) -> str:
+        """For a stage, how its own line is: JSON, `in_line` reads it."""
+        return json.dumps({"delay_us": delay_us, "online": asdict(self.online), "offline": asdict(self.offline)})
 
     def __post_init__(self) -> None:
         for name, value, least in (

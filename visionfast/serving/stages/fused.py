@@ -9,6 +9,7 @@ from typing import Any
 from visionfast.errors import ImageError, VisionfastError
 from visionfast.results import Detections
 from visionfast.serving.stages.lanes import Lane, Lanes
+from visionfast.serving.stages.metrics import StageMetrics, kind_of
 from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
 from visionfast.serving.stages.steps import SAMPLE, objects_in, place
 from visionfast.serving.wire import pack_answers
@@ -34,6 +35,7 @@ class TritonPythonModel:
         self._lanes = Lanes(deployed.folder, deployed.manifest, threads=deployed.threads, max_batch=deployed.max_batch)
         options = {"num_classes": len(deployed.manifest.spec.class_names), **deployed.options}
         self._lanes.on_all(lambda lane: self._answer(lane, [_Asked(SAMPLE, options)]))
+        self._metrics = StageMetrics.of(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         asked = [guarded(self._read, request) for request in requests]
@@ -47,11 +49,12 @@ class TritonPythonModel:
             for answer in ([some] * len(call) if isinstance(some, VisionfastError) else some)
         )
         return [
-            refused(some) if isinstance(some, VisionfastError) else self._respond([next(answers) for _ in some])
+            self._refuse(some) if isinstance(some, VisionfastError) else self._respond([next(answers) for _ in some])
             for some in asked
         ]
 
     def finalize(self) -> None:
+        self._metrics.close()
         self._lanes.close()
 
     def _read(self, request: Any) -> list[_Asked]:
@@ -79,6 +82,15 @@ class TritonPythonModel:
         own: list[Detections | ImageError] = []
         for answer in answers:
             if isinstance(answer, VisionfastError) and not isinstance(answer, ImageError):
-                return refused(answer)
+                return self._refuse(answer)
             own.append(answer)
+        for answer in own:
+            if isinstance(answer, ImageError):
+                self._metrics.count(answer.kind)
+            else:
+                self._metrics.observe(answer.stage_ns)
         return response_of(pack_answers(own, self._task))
+
+    def _refuse(self, error: VisionfastError) -> Any:
+        self._metrics.count(kind_of(error))
+        return refused(error)

@@ -1,0 +1,257 @@
+"""The line: who is next and who is refused, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from visionfast.errors import DeadlineError, QueueFullError
+from visionfast.serving.scheduling import QueueLimits
+from visionfast.serving.waiting import Line, Place, Turn
+
+MS = 1_000_000
+LIMITS = (QueueLimits(requests=4, timeout_ms=1000), QueueLimits(requests=8, timeout_ms=5000))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 10**12
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_ms(self, ms: float) -> None:
+        self.ns += round(ms * MS)
+
+
+def a_line(
+    images: int = 2, limits: Sequence[QueueLimits] = LIMITS, *, even: bool = True, delay_ms: int = 0
+) -> tuple[Line[str], Clock]:
+    clock = Clock()
+    return Line(limits, images=images, delay_ns=delay_ms * MS, even=even, clock=clock), clock
+
+
+def next_turn(line: Line[str]) -> Turn[str]:
+    turn = line.turn()
+    assert turn is not None
+    return turn
+
+
+def names(places: Sequence[Place[str]]) -> list[str]:
+    return [place.item for place in places]
+
+
+def learn(line: Line[str], clock: Clock, ms: float, images: int = 1) -> None:
+    """The line sees one batch that takes so long."""
+    line.join("before", images=images)
+    assert names(next_turn(line).batch) == ["before"]
+    clock.pass_ms(ms)
+    line.done()
+
+
+# ---- who is next --------------------------------------------------------------------------------------------------
+
+
+def test_online_before_offline_and_first_come_first_served_within() -> None:
+    line, _ = a_line()
+    for name, level in (("a", 1), ("b", 1), ("c", 0), ("d", 1), ("e", 0), ("f", 0)):
+        line.join(name, level=level)
+    batches = []
+    while len(line):
+        batches.append(names(next_turn(line).batch))
+        line.done()
+    assert batches == [["c", "e"], ["f"], ["a", "b"], ["d"]]
+
+
+def test_a_batch_has_as_many_images_as_it_may_and_a_larger_request_is_one_by_itself() -> None:
+    line, _ = a_line(images=3)
+    for name, images in (("a", 2), ("b", 2), ("c", 1), ("d", 7)):
+        line.join(name, images=images)
+    assert [names(next_turn(line).batch) for _ in range(3)] == [["a"], ["b", "c"], ["d"]]
+
+
+def test_the_first_of_a_batch_waits_for_others_if_there_is_nothing_to_do() -> None:
+    line, clock = a_line(delay_ms=50)
+    line.join("a")
+    turns: list[Turn[str]] = []
+    worker = threading.Thread(target=lambda: turns.append(next_turn(line)))
+    worker.start()
+    worker.join(0.1)
+    assert worker.is_alive()  # the clock stands still, and it waits
+    line.join("b")
+    worker.join(10)
+    assert names(turns[0].batch) == ["a", "b"]
+    line.done()
+    line.join("c")
+    clock.pass_ms(50)
+    assert names(next_turn(line).batch) == ["c"]
+
+
+def test_who_waits_when_the_line_is_closed_is_still_served() -> None:
+    line, _ = a_line(delay_ms=1000)
+    line.join("a")
+    line.close()
+    assert names(next_turn(line).batch) == ["a"]
+    line.done()
+    assert line.turn() is None
+
+
+def test_closing_wakes_a_worker_that_waits() -> None:
+    line, _ = a_line()
+    ended = []
+    worker = threading.Thread(target=lambda: ended.append(line.turn()))
+    worker.start()
+    line.close()
+    worker.join(10)
+    assert ended == [None]
+
+
+# ---- who is refused -----------------------------------------------------------------------------------------------
+
+
+def test_a_full_line_refuses_at_once_and_each_priority_has_its_own() -> None:
+    line, _ = a_line()
+    for name in "abcd":
+        line.join(name)
+    with pytest.raises(QueueFullError, match="too many requests wait already, 4 online ones; send fewer"):
+        line.join("e")
+    line.join("f", level=1)
+    next_turn(line)
+    line.join("e")
+
+
+def test_a_request_whose_time_is_over_is_not_begun_and_not_let_in() -> None:
+    line, clock = a_line()
+    line.join("a", timeout_ns=10 * MS)
+    line.join("b", timeout_ns=100 * MS)
+    clock.pass_ms(10)
+    turn = next_turn(line)
+    assert (names(turn.batch), names(turn.late)) == (["b"], ["a"])
+    with pytest.raises(DeadlineError, match=r"time ran out: it had 0 ms here"):
+        line.join("c", deadline_ns=clock.ns)
+
+
+def test_the_limit_is_also_the_most_that_a_request_may_ask_for() -> None:
+    line, clock = a_line()
+    line.join("a", timeout_ns=60_000 * MS)
+    line.join("b")
+    line.join("c", level=1)
+    clock.pass_ms(1000)
+    turn = next_turn(line)
+    assert (names(turn.batch), names(turn.late)) == (["c"], ["a", "b"])
+
+
+def test_another_steps_deadline_holds_as_it_is() -> None:
+    line, clock = a_line()
+    line.join("a", deadline_ns=clock.ns + 2000 * MS)
+    clock.pass_ms(1500)
+    assert names(next_turn(line).batch) == ["a"]
+
+
+def test_what_cannot_be_in_time_behind_the_others_is_refused_at_once() -> None:
+    line, clock = a_line(images=1)
+    learn(line, clock, 100)
+    line.join("a")
+    next_turn(line)
+    clock.pass_ms(50)  # a has 50 ms to go
+    line.join("b")  # 100 ms
+    with pytest.raises(QueueFullError, match="wait already, 250 ms of work, and this one has 300 ms"):
+        line.join("c", timeout_ns=300 * MS)  # 250 ms, and a quarter for safety
+    line.join("c", timeout_ns=320 * MS)
+    line.join("d", level=1, timeout_ns=500 * MS)  # 350 ms
+    with pytest.raises(QueueFullError):
+        line.join("e", level=1, timeout_ns=500 * MS)  # 450 ms
+    line.join("e", level=0, timeout_ns=500 * MS)  # who comes before d and e
+
+
+def test_what_would_be_late_is_not_begun_unless_it_waited_for_nobody() -> None:
+    line, clock = a_line(images=1)
+    learn(line, clock, 100)
+    line.join("a", timeout_ns=20 * MS)  # nothing is ahead of it: it is let to try, and the mean is corrected
+    assert names(next_turn(line).batch) == ["a"]
+    clock.pass_ms(100)
+    line.join("b", timeout_ns=130 * MS)
+    line.done()
+    clock.pass_ms(10)
+    turn = next_turn(line)
+    assert (names(turn.batch), names(turn.late)) == ([], ["b"])
+
+
+def test_one_that_takes_longer_together_does_not_make_the_first_late() -> None:
+    line, clock = a_line(images=2)
+    learn(line, clock, 100, images=2)
+    line.join("a", timeout_ns=90 * MS)
+    line.join("b", timeout_ns=1000 * MS)
+    assert names(next_turn(line).batch) == ["a"]
+    line.done()
+    assert names(next_turn(line).batch) == ["b"]
+
+
+def test_a_mean_that_is_wrong_is_forgotten() -> None:
+    line, clock = a_line(images=1, limits=(QueueLimits(1000, 1000), QueueLimits(1000, 1000)))
+    learn(line, clock, 10_000)  # a machine that slept, say
+    refused = 0
+    for _ in range(200):
+        line.join("a", timeout_ns=200 * MS)
+        clock.pass_ms(5)
+        if not next_turn(line).late:
+            break
+        refused += 1
+    assert 0 < refused < 150
+
+
+def test_without_even_times_nothing_is_foretold() -> None:
+    line, clock = a_line(images=1, even=False)
+    learn(line, clock, 10_000)
+    line.join("a")
+    line.join("b", timeout_ns=100 * MS)
+    clock.pass_ms(99)
+    assert [names(next_turn(line).batch) for _ in range(2)] == [["a"], ["b"]]
+
+
+# ---- whatever comes -----------------------------------------------------------------------------------------------
+
+STEP = st.one_of(
+    st.tuples(st.just("join"), st.integers(0, 1), st.integers(1, 4), st.integers(1, 400)),
+    st.tuples(st.just("serve"), st.integers(1, 120), st.just(0), st.just(0)),
+    st.tuples(st.just("wait"), st.integers(1, 120), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEP, max_size=60), st.integers(1, 4), st.booleans())
+def test_everybody_is_answered_or_refused_once_in_order_and_in_time(
+    steps: list[tuple[str, int, int, int]], images: int, even: bool
+) -> None:
+    line, clock = a_line(images=images, even=even)
+    inside: tuple[deque[int], ...] = (deque(), deque())
+    size: dict[int, int] = {}
+    for number, (what, first, second, third) in enumerate(steps):
+        if what == "join":
+            try:
+                line.join(str(number), level=first, images=second, timeout_ns=third * MS)
+            except QueueFullError:
+                continue
+            inside[first].append(number)
+            size[number] = second
+        elif what == "wait":
+            clock.pass_ms(first)
+        elif len(line):
+            turn = next_turn(line)
+            for place in turn.late:
+                inside[place.level].remove(int(place.item))
+            batch = [int(place.item) for place in turn.batch]
+            assert len(batch) == 1 or sum(size[one] for one in batch) <= images
+            assert all(place.deadline_ns > clock.ns for place in turn.batch)
+            if batch:
+                level = 0 if inside[0] else 1
+                assert batch == [inside[level].popleft() for _ in batch]
+            clock.pass_ms(first)
+            line.done()
+        assert len(line) == len(inside[0]) + len(inside[1])
+        assert all(len(waiting) <= limits.requests for waiting, limits in zip(inside, LIMITS, strict=True))

@@ -28,9 +28,19 @@ def serve_verb(
         int | None,
         typer.Option(help="Response cache, MiB; 0 is none. Default: 64 if a pipeline was deployed with --cache."),
     ] = None,
+    shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--shared-memory",
+            help="Clients here may have images in shared memory. For a machine whose users trust one another.",
+        ),
+    ] = False,
     log: Annotated[
         Path | None, typer.Option(help="File for the server's output. Default: a temporary one, kept on failure.")
     ] = None,
+    log_mb: Annotated[
+        int, typer.Option(help="MiB beyond which the log begins anew, with the part before in FILE.1; 0: it grows.")
+    ] = 32,
     ready_timeout: Annotated[float, typer.Option(help="Seconds that the models have to load.")] = 120.0,
     exit_timeout: Annotated[int, typer.Option(help="Seconds that requests in flight have at the end.")] = 10,
 ) -> None:
@@ -42,6 +52,8 @@ def serve_verb(
 
     if cache_mb is not None and cache_mb < 0:
         raise OptionError(f"--cache-mb {cache_mb}: expected MiB, or 0 for none")
+    if log_mb < 0:
+        raise OptionError(f"--log-mb {log_mb}: expected MiB, or 0 for no limit")
     server = Server(
         pipelines,
         http=http,
@@ -49,7 +61,9 @@ def serve_verb(
         metrics=metrics,
         address=address,
         cache_bytes=None if cache_mb is None else cache_mb << 20,
+        shared_memory=shared_memory,
         log=log,
+        log_bytes=log_mb << 20,
         ready_timeout_s=ready_timeout,
         exit_timeout_s=exit_timeout,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from serving_process import Serving
+from serving_process import lives as _lives
 from tiny_pipeline import CONFIG, ask, call, write_pipeline
 
 from visionfast.errors import BackendUnavailableError, ServerError
@@ -57,68 +58,6 @@ def serve(temporary: Path, tiny: Path) -> Iterator[Callable[..., Serving]]:
     yield begin
     for serving in begun:
         serving.end()
-
-
-class Serving:
-    """A `visionfast serve`, and what it says."""
-
-    def __init__(self, pipeline: Path, *options: str) -> None:
-        ports = ["--http", "0", "--grpc", "0", "--metrics", "0"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "visionfast.cli", "serve", str(pipeline), *ports, *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.said: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        (ready,) = self.hear("ready at")
-        self.url = ready.split("ready at ")[1].split(",")[0]
-        self.pid = next(pid for pid in map(int, _children(self.process.pid)) if _is_server(pid))
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self.said.append(line.rstrip())
-
-    def hear(self, words: str, within_s: float = 60.0) -> list[str]:
-        """The lines with these words, as soon as there is one."""
-        ends = time.monotonic() + within_s
-        while not (heard := [line for line in self.said if words in line]):
-            assert time.monotonic() < ends, f"{words!r} not in {self.said}"
-            assert self.process.poll() is None, self.said + list(self.process.stderr or ())
-            time.sleep(0.02)
-        return heard
-
-    def finish(self, within_s: float = 60.0) -> tuple[int, list[str]]:
-        """Its exit code and what it said on stderr, once it has ended by itself."""
-        code = self.process.wait(within_s)
-        self._reader.join()
-        return code, (self.process.stderr.read().splitlines() if self.process.stderr else [])
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            for number in (signal.SIGTERM, signal.SIGTERM):
-                self.process.send_signal(number)
-            self.process.wait(60)
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
-
-
-def _children(pid: int) -> list[str]:
-    return " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
-
-
-def _is_server(pid: int) -> bool:
-    return b"tritonserver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -179,6 +118,28 @@ def test_a_client_cannot_change_what_is_served(running: Server, path: str, body:
     assert ask(running.http_url, 0, 4) == 4
 
 
+def test_what_is_off_has_no_key_that_a_header_could_bring(running: Server) -> None:
+    """Though everybody on the machine can read the server's command line."""
+    told = Path(f"/proc/{running.pid}/cmdline").read_bytes().split(b"\0")
+    (key,) = [argument.split(b":", 1)[1] for argument in told if b"http-restricted-api" in argument]
+    name, _, value = key.partition(b"=")
+    for header in (
+        name + b": " + value,
+        name.strip() + b": " + value.strip(),
+        name.strip() + b":" + value.strip() + b"\r\n ",
+        name.strip() + b"\r\n : " + value.strip() + b"\r\n ",
+        name.strip() + b"%0a: " + value.strip() + b"%0a",
+    ):
+        for path in (b"/v2/logging", b"/v2/trace/setting", b"/v2/systemsharedmemory/status"):
+            with _connection(running) as connection:
+                connection.sendall(
+                    b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n" + header + b"\r\nConnection: close\r\n\r\n"
+                )
+                answer = connection.recv(4096)
+            assert not answer or b" 403 " in answer.splitlines()[0], (header, answer)
+    assert ask(running.http_url, 0, 4) == 4
+
+
 def test_a_port_in_use_is_told_before_the_server_starts(running: Server, tiny: Path) -> None:
     # gRPC's too, which the server would share without a word.
     port = int(running.grpc_url.rpartition(":")[2])
@@ -222,6 +183,75 @@ def test_a_signal_ends_serve_in_order(serve: Callable[..., Serving], temporary: 
     assert not _lives(serving.pid)
     assert not _shared_memory(folder)
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("asked", [0, 1, 5])
+def test_the_end_does_not_wait_for_connections_that_are_merely_open(tiny: Path, asked: int) -> None:
+    """Triton does, for its whole exit timeout; here a minute."""
+    with Server(tiny, **_FREE, exit_timeout_s=60) as server, _connection(server) as connection:
+        for _ in range(asked):
+            assert _asked(connection, 0) == 7
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, server.http_url, 2, 3)  # on one of its own
+            time.sleep(0.5)
+            began = time.monotonic()
+            server.__exit__(None, None, None)
+            assert time.monotonic() - began < 20
+            assert answer.result() == 5
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_connection_with_a_request_in_flight_is_not_cut(tiny: Path, before: int) -> None:
+    """Also not where the request came at once behind an answer; or in pieces."""
+    with Server(tiny, **_FREE, exit_timeout_s=60) as server, _connection(server) as hot, _connection(server) as slow:
+        for _ in range(before):
+            assert _asked(hot, 0) == 7
+        slow.sendall(_request(2)[:-5])
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(_asked, hot, 4), pool.submit(_answer, slow)]
+            time.sleep(0.5)
+            ending = pool.submit(server.__exit__, None, None, None)
+            time.sleep(1.0)
+            slow.sendall(_request(2)[-5:])
+            assert [answer.result() for answer in answers] == [11, 9]
+            ending.result()
+
+
+def _connection(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.http_url.rpartition(":")[2])), timeout=30)
+
+
+def _request(half_seconds: int) -> bytes:
+    tensor = {"name": "X", "shape": [1, 2], "datatype": "UINT8", "data": [half_seconds, 7]}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    return b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def _asked(connection: socket.socket, half_seconds: int) -> int:
+    connection.sendall(_request(half_seconds))
+    return _answer(connection)
+
+
+def _answer(connection: socket.socket) -> int:
+    told = b""
+    while b'"data":[' not in told or not told.endswith(b"}"):
+        piece = connection.recv(4096)
+        assert piece, f"closed after {told!r}"
+        told += piece
+    return int(re.findall(rb'"data":\[(\d+)\]', told)[0])
+
+
+def test_serve_shortens_its_log(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    """The server goes on writing into it."""
+    log = tmp_path / "serve.log"
+    serving = serve("--log", str(log), "--log-mb", "1")
+    with log.open("ab") as file:
+        file.write(b"words of a stage\n" * 100_000)
+    _wait_until(lambda: log.stat().st_size < 1000)
+    assert log.with_name("serve.log.1").stat().st_size > 1_700_000
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.finish() == (0, ["visionfast: stopped"])
+    assert log.read_bytes().startswith(b"Signal (15) received.")
 
 
 def test_a_second_signal_does_not_wait(serve: Callable[..., Serving], temporary: Path) -> None:

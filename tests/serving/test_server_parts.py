@@ -24,7 +24,7 @@ from visionfast.serving.ports import free_endpoints
 from visionfast.serving.processes import how_ended
 from visionfast.serving.run_folder import RunFolder, remove_leftovers
 from visionfast.serving.server import Server
-from visionfast.serving.server_log import reason
+from visionfast.serving.server_log import ServerLog, reason
 from visionfast.serving.tritonserver import Endpoints, Installation, command, environment, find_installation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server runs on Linux")
@@ -64,7 +64,7 @@ def test_a_python_that_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def _command(address: str, **options: object) -> list[str]:
-    given = {"cache_bytes": 0, "exit_timeout_s": 30, "parent_pid": None} | options
+    given = {"cache_bytes": 0, "exit_timeout_s": 30, "shared_memory": False, "parent_pid": None} | options
     return list(
         command(
             Installation(Path("/t/bin/tritonserver"), {"stub": Path("/t/stub")}, Path("/t/caches")),
@@ -77,12 +77,15 @@ def _command(address: str, **options: object) -> list[str]:
     )
 
 
-def test_only_clients_of_this_machine_may_use_its_shared_memory() -> None:
-    assert not any("shared-memory" in argument for argument in _command("127.0.0.1"))
-    closed = [argument for argument in _command("0.0.0.0") if "trace,logging,shared-memory:visionfast=" in argument]
-    assert [argument.split("=")[0] for argument in closed] == ["--http-restricted-api", "--grpc-restricted-protocol"]
-    assert all(re.search("=[0-9a-f]{32}$", argument) for argument in closed)
-    assert closed != [argument for argument in _command("0.0.0.0") if "trace,logging" in argument]  # nobody's to know
+def test_shared_memory_is_off_unless_asked_for_and_what_is_off_has_no_key() -> None:
+    for shared_memory, closed in ((False, "trace,logging,shared-memory"), (True, "trace,logging")):
+        told = _command("127.0.0.1", shared_memory=shared_memory)
+        restricted = [argument for argument in told if "restricted" in argument]
+        # Everybody may read a command line: so the key and its value are such that no header can be.
+        assert restricted == [
+            f"--http-restricted-api={closed}:no one\n=nothing\n",
+            f"--grpc-restricted-protocol={closed}:no one\n=nothing\n",
+        ]
 
 
 def test_the_cache_is_asked_for_by_its_size() -> None:
@@ -146,6 +149,7 @@ def test_free_ports_differ_and_a_named_one_is_kept() -> None:
         ({"cache_bytes": -1}, OptionError, "cache_bytes -1"),
         ({"exit_timeout_s": -1}, OptionError, "expected a time"),
         ({"log": "/"}, ServerError, "/: the log cannot be written"),
+        ({"log_bytes": -1}, OptionError, "log_bytes -1: expected the size of the log"),
     ],
 )
 def test_options_that_cannot_be(
@@ -204,6 +208,67 @@ def test_how_a_child_ended() -> None:
             assert [how_ended(child.pid), how_ended(child.pid)] == [how, how]
             child.wait()
             assert how_ended(child.pid) == "is gone"
+
+
+# ---- the log ----------------------------------------------------------------------------------------------
+
+
+def test_a_log_that_is_too_long_begins_anew_with_the_part_before_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "serve.log"
+    path.write_text("of an earlier start\n")
+    log = ServerLog(path, "tiny", most_bytes=1000)
+    descriptor = log.open()
+    os.write(descriptor, b"first\n" * 100)
+    log.shorten()
+    assert log.written() == "first\n" * 100  # not yet
+    for line in (b"second\n", b"third\n"):
+        os.write(descriptor, line * 200)
+        log.shorten()
+        assert path.read_bytes() == b""
+    assert (tmp_path / "serve.log.1").read_bytes() == b"third\n" * 200  # one old part, and no other
+    os.write(descriptor, b"last\n")  # what has it open goes on at the beginning
+    assert path.read_bytes() == b"last\n"
+    assert log.written() == "last\n"
+    os.close(descriptor)
+    log.close()
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "serve.log.1"]
+
+
+def test_a_temporary_log_goes_unless_something_failed(temporary: Path) -> None:
+    for fails in (False, True):
+        log = ServerLog(None, "tiny", most_bytes=1)
+        descriptor = log.open()
+        os.write(descriptor, b"words")
+        log.shorten()
+        os.write(descriptor, b"more")
+        os.close(descriptor)
+        assert log.written() == "more"
+        assert len(list(temporary.glob("visionfast-serve-tiny-*"))) == 2
+        if fails:
+            log.keep()
+        log.close()
+        assert len(list(temporary.iterdir())) == (2 if fails else 0)
+
+
+def test_a_log_whose_old_part_cannot_be_written_is_cut_all_the_same(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "serve.log", "tiny", most_bytes=1)
+    (tmp_path / "serve.log.1").mkdir()
+    descriptor = log.open()
+    os.write(descriptor, b"words")
+    log.shorten()
+    assert (tmp_path / "serve.log").read_bytes() == b""
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1])
+def test_a_log_that_is_no_file_or_has_no_limit_stays(tmp_path: Path, most_bytes: int) -> None:
+    path = Path("/dev/null") if most_bytes else tmp_path / "serve.log"
+    log = ServerLog(path, "tiny", most_bytes)
+    descriptor = log.open()
+    os.write(descriptor, b"words")
+    log.shorten()
+    assert log.written() == ("" if most_bytes else "words")
+    os.close(descriptor)
 
 
 # ---- what the log says ------------------------------------------------------------------------------------

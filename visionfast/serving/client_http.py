@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import http.client
 import io
+import json
 import socket
 import threading
 import time
@@ -20,13 +21,15 @@ import numpy.typing as npt
 
 from visionfast.errors import ServerError
 from visionfast.serving.client_request import Request, as_json, late, refusal
-from visionfast.serving.client_transport import Address, client_library
-from visionfast.serving.wire import inputs_of
+from visionfast.serving.client_transport import Address, Placed, client_library
 
 __all__ = ["AsyncHttpTransport", "HttpTransport"]
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INDEX = "/v2/repository/index"
+_STATISTICS = "/v2/models/stats"
+_SHARED_MEMORY = "/v2/systemsharedmemory"
+_SHARED = "shared memory"
 _CHUNK = 1 << 20  # bytes
 
 
@@ -49,10 +52,27 @@ class HttpTransport:
         _, body = self._exchange("POST", _INDEX, b"", {}, timeout_s, "its models")
         return _ready(str(self._address), body)
 
-    def infer(self, model: str, request: Request, timeout_s: float) -> dict[str, npt.NDArray[Any]]:
-        body, headers = _message(self._library, request)
+    def statistics(self, timeout_s: float) -> Mapping[str, Any]:
+        _, body = self._exchange("GET", _STATISTICS, None, {}, timeout_s, "its statistics")
+        return _object(str(self._address), "its statistics", body)
+
+    def infer(
+        self, model: str, request: Request, timeout_s: float, placed: Placed | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        body, headers = _message(self._library, request, placed)
         length, answer = self._exchange("POST", _model_path(model, "infer"), body, headers, timeout_s, model)
         return _arrays(self._library, str(self._address), model, length, answer)
+
+    def regions(self, timeout_s: float) -> list[str]:
+        _, body = self._exchange("GET", f"{_SHARED_MEMORY}/status", None, {}, timeout_s, _SHARED)
+        return _region_names(str(self._address), body)
+
+    def register_region(self, name: str, key: str, size: int, timeout_s: float) -> None:
+        body = json.dumps({"key": key, "offset": 0, "byte_size": size}).encode()
+        self._exchange("POST", f"{_SHARED_MEMORY}/region/{name}/register", body, {}, timeout_s, _SHARED)
+
+    def forget_region(self, name: str, timeout_s: float) -> None:
+        self._exchange("POST", f"{_SHARED_MEMORY}/region/{name}/unregister", b"", {}, timeout_s, _SHARED)
 
     def close(self) -> None:
         with self._lock:
@@ -178,10 +198,27 @@ class AsyncHttpTransport:
         _, body = await self._exchange("POST", _INDEX, b"", {}, timeout_s, "its models")
         return _ready(str(self._address), body)
 
-    async def infer(self, model: str, request: Request, timeout_s: float) -> dict[str, npt.NDArray[Any]]:
-        body, headers = _message(self._library, request)
+    async def statistics(self, timeout_s: float) -> Mapping[str, Any]:
+        _, body = await self._exchange("GET", _STATISTICS, None, {}, timeout_s, "its statistics")
+        return _object(str(self._address), "its statistics", body)
+
+    async def infer(
+        self, model: str, request: Request, timeout_s: float, placed: Placed | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        body, headers = _message(self._library, request, placed)
         length, answer = await self._exchange("POST", _model_path(model, "infer"), body, headers, timeout_s, model)
         return _arrays(self._library, str(self._address), model, length, answer)
+
+    async def regions(self, timeout_s: float) -> list[str]:
+        _, body = await self._exchange("GET", f"{_SHARED_MEMORY}/status", None, {}, timeout_s, _SHARED)
+        return _region_names(str(self._address), body)
+
+    async def register_region(self, name: str, key: str, size: int, timeout_s: float) -> None:
+        body = json.dumps({"key": key, "offset": 0, "byte_size": size}).encode()
+        await self._exchange("POST", f"{_SHARED_MEMORY}/region/{name}/register", body, {}, timeout_s, _SHARED)
+
+    async def forget_region(self, name: str, timeout_s: float) -> None:
+        await self._exchange("POST", f"{_SHARED_MEMORY}/region/{name}/unregister", b"", {}, timeout_s, _SHARED)
 
     async def close(self) -> None:
         await self._session.close()
@@ -218,18 +255,25 @@ def _model_path(model: str, what: str) -> str:
     return f"/v2/models/{quote(model, safe='')}/{what}"
 
 
-def _message(library: Any, request: Request) -> tuple[bytes, dict[str, str]]:
+def _message(library: Any, request: Request, placed: Placed | None) -> tuple[bytes, dict[str, str]]:
     """A request's body and headers."""
     inputs = []
-    for tensor in inputs_of("detect"):  # every task takes the same
+    for tensor in request.tensors:
         array = request.arrays[tensor.name]
         one = library.InferInput(tensor.name, list(array.shape), tensor.datatype)
-        one.set_data_from_numpy(array)
+        if placed is not None and tensor.name == placed.tensor:
+            one.set_shared_memory(placed.region, array.nbytes)
+        else:
+            one.set_data_from_numpy(array)
         inputs.append(one)
+    wanted = request.outputs
     body, header_length = library.InferenceServerClient.generate_request_body(
         inputs,
+        outputs=None if wanted is None else [library.InferRequestedOutput(name) for name in wanted],
         priority=request.terms.priority,
         timeout=request.queue_us,
+        # The priority itself does not reach a stage of the Python backend.
+        parameters={"offline": True} if request.terms.is_offline else None,
     )
     return body, {_HEADER_LENGTH: str(header_length), "Content-Type": "application/octet-stream"}
 
@@ -260,6 +304,12 @@ def _ready(where: str, body: bytes) -> list[str]:
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         return [str(entry["name"]) for entry in as_json(body.decode()) if entry.get("state") == "READY"]
     raise ServerError(f"{where}: expected a list of models as JSON, got {body[:40]!r}; is it a Triton server?")
+
+
+def _region_names(where: str, body: bytes) -> list[str]:
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        return [str(entry["name"]) for entry in as_json(body.decode())]
+    raise ServerError(f"{where}: expected a list of regions as JSON, got {body[:40]!r}; is it a Triton server?")
 
 
 def _error_text(status: int, body: bytes) -> str:

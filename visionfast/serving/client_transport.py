@@ -1,4 +1,6 @@
-"""Where a server is, and what carries requests there: the same three questions over gRPC and HTTP, sync and async."""
+"""Where a server is, and what carries requests there: the same questions over gRPC and HTTP, sync and async,
+and with the images in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from visionfast.serving.client_request import Request
 
 __all__ = [
     "Address",
+    "AsyncMessageTransport",
     "AsyncTransport",
+    "MessageTransport",
+    "Placed",
     "Scheme",
     "Transport",
     "client_library",
@@ -77,6 +82,19 @@ class Address:
         return f"{self.scheme}://{self.target}"
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An input whose bytes are not in the message.
+
+    Attributes:
+        tensor: its name.
+        region: of the server's shared memory, which begins with its bytes.
+    """
+
+    tensor: str
+    region: str
+
+
 class Transport(Protocol):
     """Carries requests to one server, for several threads at once.
 
@@ -92,12 +110,36 @@ class Transport(Protocol):
         """The names of the models that are ready."""
         ...
 
+    def statistics(self, timeout_s: float) -> Mapping[str, Any]:
+        """What the server added up since it started, of every model, as Triton has it in JSON."""
+        ...
+
     def infer(self, model: str, request: Request, timeout_s: float) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name; they may be read-only."""
         ...
 
     def close(self) -> None:
         """Ends what is under way, too."""
+        ...
+
+
+class MessageTransport(Transport, Protocol):
+    """One that sends a request's inputs in a message, but for what is placed in shared memory already."""
+
+    def infer(
+        self, model: str, request: Request, timeout_s: float, placed: Placed | None = None
+    ) -> dict[str, npt.NDArray[Any]]: ...
+
+    def regions(self, timeout_s: float) -> list[str]:
+        """The names of the shared memory that the server has mapped."""
+        ...
+
+    def register_region(self, name: str, key: str, size: int, timeout_s: float) -> None:
+        """Has the server map the shared memory `key`, as large as `size` bytes, under a name."""
+        ...
+
+    def forget_region(self, name: str, timeout_s: float) -> None:
+        """Has the server unmap it; an error while a request uses it, and nothing where it doesn't know the name."""
         ...
 
 
@@ -108,35 +150,70 @@ class AsyncTransport(Protocol):
 
     async def models(self, timeout_s: float) -> list[str]: ...
 
+    async def statistics(self, timeout_s: float) -> Mapping[str, Any]: ...
+
     async def infer(self, model: str, request: Request, timeout_s: float) -> dict[str, npt.NDArray[Any]]: ...
 
     async def close(self) -> None: ...
 
 
-def open_transport(address: Address) -> Transport:
+class AsyncMessageTransport(AsyncTransport, Protocol):
+    """As `MessageTransport`."""
+
+    async def infer(
+        self, model: str, request: Request, timeout_s: float, placed: Placed | None = None
+    ) -> dict[str, npt.NDArray[Any]]: ...
+
+    async def regions(self, timeout_s: float) -> list[str]: ...
+
+    async def register_region(self, name: str, key: str, size: int, timeout_s: float) -> None: ...
+
+    async def forget_region(self, name: str, timeout_s: float) -> None: ...
+
+
+def open_transport(address: Address, *, shared_memory: bool = False) -> Transport:
     """Opens no connection yet.
+
+    Args:
+        address: of the server.
+        shared_memory: images go through it.
 
     Raises:
         BackendUnavailableError: NVIDIA's client package is not installed.
+        OptionError: there is no shared memory on this system.
     """
+    transport: MessageTransport
     if address.scheme == "http":
         from visionfast.serving.client_http import HttpTransport
 
-        return HttpTransport(address)
-    from visionfast.serving.client_grpc import GrpcTransport
+        transport = HttpTransport(address)
+    else:
+        from visionfast.serving.client_grpc import GrpcTransport
 
-    return GrpcTransport(address)
+        transport = GrpcTransport(address)
+    if not shared_memory:
+        return transport
+    from visionfast.serving.client_shared_memory import SharedMemoryTransport
+
+    return SharedMemoryTransport(transport)
 
 
-def open_async_transport(address: Address) -> AsyncTransport:
+def open_async_transport(address: Address, *, shared_memory: bool = False) -> AsyncTransport:
     """As `open_transport`."""
+    transport: AsyncMessageTransport
     if address.scheme == "http":
         from visionfast.serving.client_http import AsyncHttpTransport
 
-        return AsyncHttpTransport(address)
-    from visionfast.serving.client_grpc import AsyncGrpcTransport
+        transport = AsyncHttpTransport(address)
+    else:
+        from visionfast.serving.client_grpc import AsyncGrpcTransport
 
-    return AsyncGrpcTransport(address)
+        transport = AsyncGrpcTransport(address)
+    if not shared_memory:
+        return transport
+    from visionfast.serving.client_shared_memory import AsyncSharedMemoryTransport
+
+    return AsyncSharedMemoryTransport(transport)
 
 
 def client_library(name: str) -> Any:

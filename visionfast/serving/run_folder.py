@@ -18,9 +18,9 @@ from pathlib import Path
 
 from visionfast.errors import ServerError
 
-__all__ = ["RunFolder", "remove_leftovers"]
+__all__ = ["RUN_FOLDER_PREFIX", "RunFolder", "remove_leftovers"]
 
-_PREFIX = "visionfast-serve-"
+RUN_FOLDER_PREFIX = "visionfast-serve-"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -34,7 +34,7 @@ class RunFolder:
     def __init__(self) -> None:
         while True:
             try:
-                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self.path = Path(tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX))
                 self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
                 continue  # taken for a leftover before it was locked
@@ -66,7 +66,7 @@ def remove_leftovers() -> list[Path]:
 
 
 def _of_this_user() -> Iterator[Path]:
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{RUN_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
                 yield path

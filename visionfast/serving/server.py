@@ -9,11 +9,9 @@ and one whose process is dead is never unloaded. So `run` watches the processes,
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +19,13 @@ from pathlib import Path
 from types import TracebackType
 
 from visionfast.errors import OptionError, ServerError
+from visionfast.serving.idle_connections import close_idle_connections
 from visionfast.serving.pipelines import model_folders, wants_cache
 from visionfast.serving.ports import free_endpoints
 from visionfast.serving.processes import Stage, how_ended, stages_of
 from visionfast.serving.run_folder import RunFolder, remove_leftovers
-from visionfast.serving.server_log import reason
+from visionfast.serving.server_log import ServerLog, reason
+from visionfast.serving.server_questions import forget_dead_clients, is_ready
 from visionfast.serving.tritonserver import Endpoints, command, environment, find_installation, link_backends
 
 __all__ = ["Server"]
@@ -36,6 +36,10 @@ _STEADY_S = 10.0
 _TRIES = 2
 """To bring it back, in a row."""
 _POLL_S = 0.2
+_CLIENTS_S = 5.0
+"""Between two looks for shared memory of dead clients."""
+_BESIDE_DEAD_S = 3.0
+"""That requests in flight have when a stage has died: those at the others. Its own are never answered."""
 _DRAINED = "All models are stopped"
 """In the log, once it was told to end."""
 
@@ -54,7 +58,11 @@ class Server:
         http, grpc, metrics: ports; 0 is one that is free.
         address: an IPv4 address to listen on. Whoever reaches it is served: there are no passwords.
         cache_bytes: of the response cache, for the models that have it enabled; 0 is none. Default: 64 MiB if one has.
+        shared_memory: clients of this machine may have their images in it (`Client(shared_memory=True)`). Whoever
+            reaches the port then has the server map any shared memory of this user's, so it is for machines whose users
+            trust one another; loopback addresses only.
         log: file that the server's output is added to. Default: a temporary one, kept where something failed.
+        log_bytes: beyond which `run` has the log begin anew, with the part before in `<log>.1`; 0: it grows.
         ready_timeout_s: how long the models have to load.
         exit_timeout_s: how long requests in flight have to finish.
 
@@ -74,7 +82,9 @@ class Server:
         metrics: int = 8002,
         address: str = "127.0.0.1",
         cache_bytes: int | None = None,
+        shared_memory: bool = False,
         log: str | os.PathLike[str] | None = None,
+        log_bytes: int = 32 << 20,
         ready_timeout_s: float = 120.0,
         exit_timeout_s: int = 10,
     ) -> None:
@@ -82,18 +92,19 @@ class Server:
             raise OptionError(f"cache_bytes {cache_bytes}: expected the size of the response cache, or 0 for none")
         if exit_timeout_s < 0 or ready_timeout_s <= 0:
             raise OptionError(f"timeouts {ready_timeout_s} and {exit_timeout_s} s: expected a time to start and to end")
+        if log_bytes < 0:
+            raise OptionError(f"log_bytes {log_bytes}: expected the size of the log, or 0 for no limit")
         self._pipelines = [pipelines] if isinstance(pipelines, (str, os.PathLike)) else list(pipelines)
         self._folders = model_folders(self._pipelines)
         self._cache_bytes = cache_bytes
+        self._shared_memory = shared_memory
         self._wanted = (address, http, grpc, metrics)
         self._endpoints: Endpoints | None = None
-        self._log = None if log is None else Path(log)
-        self._log_is_kept = log is not None
+        self._log = ServerLog(None if log is None else Path(log), min(self._folders), log_bytes)
         self._ready_timeout_s, self._exit_timeout_s = ready_timeout_s, exit_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._run_folder: RunFolder | None = None
         self._stages: tuple[Stage, ...] = ()
-        self._log_begin = 0
         self._stops_asked = 0
 
     @property
@@ -114,7 +125,7 @@ class Server:
     @property
     def log(self) -> Path | None:
         """The file with the server's output, once started."""
-        return self._log
+        return self._log.path
 
     @property
     def http_url(self) -> str:
@@ -166,9 +177,13 @@ class Server:
             self._start()
             if not self._stops_asked:
                 say(f"{names}: ready at {self.http_url}, {self.grpc_url} and {self.metrics_url}")
-            failures, since = 0, time.monotonic()
+            failures, since, looked = 0, time.monotonic(), 0.0
             while not self._stops_asked:
                 time.sleep(_POLL_S)
+                self._log.shorten()
+                if self._shared_memory and time.monotonic() - looked > _CLIENTS_S:
+                    forget_dead_clients(self._reached, self._listens.http)
+                    looked = time.monotonic()
                 if (fault := self.fault()) is None:
                     continue
                 failures = failures + 1 if time.monotonic() - since < _STEADY_S else 1
@@ -186,7 +201,7 @@ class Server:
             try:
                 return self._start()
             except ServerError as error:
-                fault, failures = str(error).removesuffix(self._log_named()), failures + 1
+                fault, failures = str(error).removesuffix(str(self._log)), failures + 1
         raise self._error(f"{fault}; brought back {_TRIES} times already")
 
     def ask_to_stop(self) -> None:
@@ -210,6 +225,10 @@ class Server:
         wanted = _CACHE_BYTES if any(map(wants_cache, self._folders.values())) else 0
         remove_leftovers()
         self._endpoints = free_endpoints(*self._wanted)
+        if self._shared_memory and not self._listens.address.startswith("127."):
+            raise OptionError(
+                f"--address {self._listens.address} --shared-memory: expected a loopback address, such as 127.0.0.1"
+            )
         # Where it chose its ports, it keeps them when it is brought back.
         self._wanted = (self._listens.address, self._listens.http, self._listens.grpc, self._listens.metrics)
         self._run_folder = RunFolder()
@@ -227,12 +246,12 @@ class Server:
                 shm_prefix=self._run_folder.shm_prefix,
                 cache_bytes=wanted if self._cache_bytes is None else self._cache_bytes,
                 exit_timeout_s=self._exit_timeout_s,
+                shared_memory=self._shared_memory,
                 # Linux ties it to the thread that starts it, and only the main thread lives as long as the process.
                 parent_pid=os.getpid() if threading.current_thread() is threading.main_thread() else None,
             )
-            output = self._open_log()
+            output = self._log.open()
             try:
-                self._log_begin = os.fstat(output).st_size
                 self._process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.DEVNULL,
@@ -254,47 +273,18 @@ class Server:
             self._stop()
             raise
 
-    def _open_log(self) -> int:
-        if self._log is None:
-            descriptor, name = tempfile.mkstemp(prefix=f"visionfast-serve-{self.models[0]}-", suffix=".log")
-            self._log = Path(name)
-            return descriptor
-        try:
-            return os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ServerError(f"{self._log}: the log cannot be written ({error.strerror})") from error
-
     def _wait_until_ready(self) -> None:
         assert self._process is not None
         ends = time.monotonic() + self._ready_timeout_s
         while not self._is_ready() and not self._stops_asked:
             if (how := how_ended(self._process.pid)) is not None:
-                raise self._error(reason(self._written()) or f"the server {how} before it was ready")
+                raise self._error(reason(self._log.written()) or f"the server {how} before it was ready")
             if time.monotonic() > ends:
                 raise self._error(f"{', '.join(self.models)}: not ready within {self._ready_timeout_s:g} s")
             time.sleep(0.05)
 
-    def _written(self) -> str:
-        """What this start of the server has added to its log."""
-        if self._log is None or not self._log.is_file():
-            return ""  # it may be /dev/stderr
-        with self._log.open("rb") as file:
-            file.seek(self._log_begin)
-            return file.read().decode(errors="replace")
-
     def _is_ready(self) -> bool:
-        """Every model is, and the metrics are there, which come last."""
-        for port, path in ((self._listens.http, "/v2/health/ready"), (self._listens.metrics, "/metrics")):
-            connection = http.client.HTTPConnection(self._reached, port, timeout=1.0)
-            try:
-                connection.request("GET", path)
-                if connection.getresponse().status != 200:
-                    return False
-            except (OSError, http.client.HTTPException):
-                return False
-            finally:
-                connection.close()
-        return True
+        return is_ready(self._reached, self._listens.http, self._listens.metrics)
 
     def _stop(self) -> None:
         """Ends what there is, when requests in flight are finished."""
@@ -302,14 +292,17 @@ class Server:
         stage_is_dead = any(stage.fault() for stage in self._stages)
         try:
             if process is not None and how_ended(process.pid) is None:
+                self._close_idle_connections(process.pid)
                 process.terminate()
                 # To unload its models it takes a second or two more than its own limit. With a dead stage, for which
-                # it waits in vain, it is enough that nothing is in flight.
-                ends = time.monotonic() + self._exit_timeout_s + 10.0
+                # it waits in vain, it is enough that nothing is in flight elsewhere.
+                limit_s = min(self._exit_timeout_s, _BESIDE_DEAD_S) if stage_is_dead else self._exit_timeout_s + 10.0
+                ends = time.monotonic() + limit_s
                 while how_ended(process.pid) is None and time.monotonic() < ends and self._stops_asked < 2:
-                    if stage_is_dead and _DRAINED in self._written():
+                    if stage_is_dead and _DRAINED in self._log.written():
                         break
                     time.sleep(0.05)
+                    self._close_idle_connections(process.pid)
         finally:
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -318,13 +311,11 @@ class Server:
             self._process, self._run_folder, self._stages = None, None, ()
             if folder is not None:
                 folder.remove(within_s=5.0)
-            if self._log is not None and not self._log_is_kept:
-                self._log.unlink(missing_ok=True)
-                self._log = None
+            self._log.close()
+
+    def _close_idle_connections(self, pid: int) -> None:
+        close_idle_connections(pid, self._listens.http)
 
     def _error(self, text: str) -> ServerError:
-        self._log_is_kept = True
-        return ServerError(f"{text}{self._log_named()}")
-
-    def _log_named(self) -> str:
-        return f" (log: {self._log})"
+        self._log.keep()
+        return ServerError(f"{text}{self._log}")

@@ -1,10 +1,17 @@
-"""What the server's log says about why it did not start, in one line."""
+"""The server's log: a file that does not grow without bound, and what it says about why the server did not start."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
+import tempfile
+from pathlib import Path
 
-__all__ = ["reason"]
+from visionfast.errors import ServerError
+
+__all__ = ["ServerLog", "reason"]
 
 _LIBRARY = re.compile(r"error while loading shared libraries: ([^\s:]+)")
 _FAILED = re.compile(r"failed to load '([^']+)' version (\d+): (?:[A-Z][a-z]+(?: [a-z]+)*: )?(.*)", re.DOTALL)
@@ -14,6 +21,79 @@ _PORT = re.compile(r"Socket '([^']+)' already in use")
 _BACKEND = re.compile(r"unable to find backend library for backend '([^']+)'")
 _OPTION = re.compile(r"^\S+: (?:unrecognized )?option '--")
 _QUOTED = re.compile(r'^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] "(.*)"$')
+
+
+class ServerLog:
+    """The file that a server's output is added to, each start's behind the one before.
+
+    Args:
+        path: None is a temporary one, which is removed by `close` unless something failed.
+        name: of a temporary one, for people.
+        most_bytes: beyond which it begins anew, the part before beside it as `<path>.1`; 0: it grows.
+    """
+
+    def __init__(self, path: Path | None, name: str, most_bytes: int) -> None:
+        self.path = path
+        self._name, self._most_bytes = name, most_bytes
+        self._is_kept = path is not None
+        self._begin = 0
+
+    @property
+    def _old(self) -> Path:
+        assert self.path is not None, "there is no older part of what was never opened"
+        return self.path.with_name(f"{self.path.name}.1")
+
+    def open(self) -> int:
+        """A file descriptor for a start of the server.
+
+        Raises:
+            ServerError: it cannot be written.
+        """
+        if self.path is None:
+            made, name = tempfile.mkstemp(prefix=f"visionfast-serve-{self._name}-", suffix=".log")
+            os.close(made)
+            self.path = Path(name)
+        try:
+            # What writes at its end goes on at the beginning when the file is cut.
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ServerError(f"{self.path}: the log cannot be written ({error.strerror})") from error
+        self._begin = os.fstat(descriptor).st_size
+        return descriptor
+
+    def written(self) -> str:
+        """What this start of the server has added, as far as it is in the file yet."""
+        if self.path is None or not self.path.is_file():
+            return ""  # it may be /dev/stderr
+        with self.path.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode(errors="replace")
+
+    def shorten(self) -> None:
+        """Has it begin anew if it is too long. What is written in the instant between copy and cut is lost."""
+        with contextlib.suppress(OSError):
+            if self.path is None or not self._most_bytes or not self.path.is_file():
+                return
+            if self.path.stat().st_size <= self._most_bytes:
+                return
+            try:
+                shutil.copyfile(self.path, self._old)
+            finally:  # also where a disk is full
+                os.truncate(self.path, 0)
+                self._begin = 0
+
+    def keep(self) -> None:
+        """Something failed: a temporary one stays for a person to read."""
+        self._is_kept = True
+
+    def close(self) -> None:
+        if self.path is not None and not self._is_kept:
+            for path in (self.path, self._old):
+                path.unlink(missing_ok=True)
+            self.path = None
+
+    def __str__(self) -> str:
+        return f" (log: {self.path})"
 
 
 def reason(log: str) -> str | None:

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from visionfast import machine
+from visionfast.bench.load import QUIET, OtherLoad
 
 __all__ = [
     "QUIET",
@@ -44,9 +45,6 @@ __all__ = [
     "result",
     "write_results",
 ]
-
-QUIET = 0.03
-"""Share of the processors that others may take before the figures say nothing."""
 
 _CV2_THREADS = cv2.getNumThreads()
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
@@ -176,25 +174,6 @@ def report(
             console.print(f"{key}: " + ", ".join(f"{stage} {spent / 1e6:.2f} ms" for stage, spent in parts.items()))
     console.print()
     return every
-
-
-class OtherLoad:
-    """What share of the processors went to anyone but this process since it was made (Linux)."""
-
-    def __init__(self) -> None:
-        self._wall, self._busy, self._own = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds: wall, all processors' busy time (what a hypervisor stole included), this process's own."""
-        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
-        return time.monotonic(), busy, time.process_time()
-
-    def share(self) -> float:
-        wall, busy, own = self._now()
-        others = (busy - self._busy) - (own - self._own)
-        return max(0.0, others / ((wall - self._wall) * (os.cpu_count() or 1)))
 
 
 def environment() -> dict[str, str]:

@@ -14,6 +14,7 @@ from visionfast.cli import build_verb
 from visionfast.cli_embed import embed_verb
 from visionfast.cli_predict import predict_verb
 from visionfast.cli_search import search_verb
+from visionfast.cli_verify import verify_verb
 from visionfast.types import Precision
 
 _DOCS = Path(__file__).parents[1] / "docs"
@@ -97,6 +98,12 @@ def test_every_option_of_embed_and_search_is_named() -> None:
 def test_every_option_of_build_is_named() -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]*", (_DOCS / "build.md").read_text("utf-8")))
     assert named == {f"--{name.replace('_', '-')}" for name in inspect.signature(build_verb).parameters}
+
+
+def test_every_option_of_verify_is_named() -> None:
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", (_DOCS / "verify.md").read_text("utf-8")))
+    parameters = inspect.signature(verify_verb).parameters
+    assert named == {f"--{name.replace('_', '-')}" for name in parameters if name != "engine"}
 
 
 def test_every_extra_that_is_named_exists() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from visionfast._version import __version__
+from visionfast.cli_bench import bench_verb
 from visionfast.cli_client import client_verb
 from visionfast.cli_deploy import deploy_verb, rollback_verb
 from visionfast.cli_embed import embed_verb
@@ -16,6 +17,8 @@ from visionfast.cli_options import RESIZES, EngineArgument, listed, size_hw
 from visionfast.cli_predict import predict_verb
 from visionfast.cli_search import search_verb
 from visionfast.cli_serve import serve_verb
+from visionfast.cli_top import top_verb
+from visionfast.cli_verify import verify_verb
 from visionfast.errors import OptionError, VisionfastError
 from visionfast.terminal import one_line
 
@@ -235,6 +238,9 @@ app.command("deploy")(deploy_verb)
 app.command("rollback")(rollback_verb)
 app.command("client")(client_verb)
 app.command("serve")(serve_verb)
+app.command("top")(top_verb)
+app.command("verify")(verify_verb)
+app.command("bench")(bench_verb)
 
 
 @app.command("list")

@@ -68,6 +68,49 @@ def served(_session_server: Server) -> Callable[..., Served]:
     return find
 
 
+@pytest.fixture(scope="session")
+def small_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Engines in miniature, which answer in milliseconds: `embed`, `embed-3` for three images a call, `prompt`."""
+    pytest.importorskip("openvino", reason="engines are built with openvino: pip install 'visionfast[openvino]'")
+    pytest.importorskip("onnx", reason="engines are built from ONNX: pip install 'visionfast[build]'")
+    from small_embedder import build_small
+    from small_segmenter import build_small_segmenter
+
+    home = tmp_path_factory.mktemp("small")
+    return {
+        "embed": build_small(home / "embed"),
+        "embed-3": build_small(home / "embed-3", batch=3),
+        "prompt": build_small_segmenter(home / "prompt"),
+    }
+
+
+@pytest.fixture(scope="session")
+def small_server(small_engines: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of `small_served`."""
+    pytest.importorskip("tritonclient.grpc", reason="a pipeline is written with tritonclient: visionfast[triton]")
+    from visionfast.serving.repository import deploy
+    from visionfast.serving.scheduling import Scheduling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VISIONFAST_HOME", str(tmp_path_factory.mktemp("small-served")))
+        folders = [deploy(engine, name=name, uncertified=True) for name, engine in small_engines.items()]
+        for name in ("embed", "prompt"):
+            kept = Scheduling(cache=True)
+            folders.append(deploy(small_engines[name], name=f"{name}-kept", scheduling=kept, uncertified=True))
+        few = {"image_cache_mb": 0, "multimask": True}
+        folders.append(deploy(small_engines["prompt"], name="prompt-few", options=few, uncertified=True))
+    with Server(folders, http=0, grpc=0, metrics=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_served(small_server: Server) -> Callable[[str], Served]:
+    """`small_served(name)`: the small engines on a server of their own, each under its name, and each once more as
+    `<name>-kept` with the server's cache of answers; `prompt-few` keeps no images and gives three masks a prompt."""
+    server = small_server
+    return lambda name: Served(name, server.http_url, server.grpc_url, server.metrics_url)
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary folder of the test's own, so that what is left there is this test's."""

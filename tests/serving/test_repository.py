@@ -235,7 +235,7 @@ def test_an_error_halfway_leaves_the_old_version(engine: Path, monkeypatch: pyte
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(repository_module, "_share", full)
+    monkeypatch.setattr(repository_module, "share", full)
     with pytest.raises(ArtifactError, match="No space left on device"):
         deploy(engine, name="small")
     assert tree(folder) == before
@@ -333,7 +333,7 @@ def test_the_verbs_say_what_they_did(engine: Path, tmp_path: Path) -> None:
         (["--online", "x"], "--online x: expected requests, or requests:milliseconds"),
         (["--max-batch", "0"], "max_batch: expected a whole number"),
         (["--max-bytes", "0"], "--max-bytes: expected at least 1, got 0"),
-        (["--target", "nvidia"], "target 'nvidia': expected cpu"),
+        (["--target", "tpu"], "target 'tpu': expected cpu or nvidia"),
     ],
 )
 def test_a_wrong_word_is_one_line(engine: Path, words: list[str], message: str) -> None:

@@ -75,9 +75,21 @@ def test_a_batch_has_as_many_images_as_it_may_and_a_larger_request_is_one_by_its
     assert [names(next_turn(line).batch) for _ in range(3)] == [["a"], ["b", "c"], ["d"]]
 
 
-def test_the_first_of_a_batch_waits_for_others_if_there_is_nothing_to_do() -> None:
+def test_who_asks_alone_waits_for_nobody() -> None:
+    """One request after the other: nobody will come meanwhile, however long the first one waits."""
+    line, _ = a_line(delay_ms=1000)
+    for name in "abc":
+        line.join(name)
+        assert names(next_turn(line).batch) == [name]  # the clock stands still
+        line.done()
+
+
+def test_where_others_come_the_first_of_a_batch_waits_for_them() -> None:
     line, clock = a_line(delay_ms=50)
-    line.join("a")
+    line.join("before")
+    next_turn(line)
+    line.join("a")  # while the worker is busy: there is more than one who asks
+    line.done()
     turns: list[Turn[str]] = []
     worker = threading.Thread(target=lambda: turns.append(next_turn(line)))
     worker.start()
@@ -86,15 +98,21 @@ def test_the_first_of_a_batch_waits_for_others_if_there_is_nothing_to_do() -> No
     line.join("b")
     worker.join(10)
     assert names(turns[0].batch) == ["a", "b"]
-    line.done()
     line.join("c")
+    line.done()
     clock.pass_ms(50)
-    assert names(next_turn(line).batch) == ["c"]
+    assert names(next_turn(line).batch) == ["c"]  # it has waited in vain
+    line.done()
+    line.join("d")
+    assert names(next_turn(line).batch) == ["d"]  # and so the next one does not
 
 
 def test_who_waits_when_the_line_is_closed_is_still_served() -> None:
     line, _ = a_line(delay_ms=1000)
+    line.join("before")
+    next_turn(line)
     line.join("a")
+    line.done()
     line.close()
     assert names(next_turn(line).batch) == ["a"]
     line.done()

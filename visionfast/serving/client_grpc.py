@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +36,9 @@ _LEFT_TO_SERVER_S = 60.0
 cancellation at about the moment of the answer, or before the request is read, ends Triton up to 24.11 with SIGSEGV or
 SIGABRT (its issue 7368; 2.51 is 24.10). By our deadlines that is the usual moment: the server refuses at the same time.
 With 6 clients and deadlines of 0.5 to 10 ms it lived for 4 s."""
+
+_CLOSING_S = 5.0
+"""That closing waits for those that were given up: it would cancel them."""
 
 
 class GrpcTransport:
@@ -80,6 +85,12 @@ class GrpcTransport:
         self._ask(self._stub.SystemSharedMemoryUnregister, message, _SHARED, timeout_s)
 
     def close(self) -> None:
+        ends = time.monotonic() + _CLOSING_S
+        for one in tuple(self._given_up):
+            with contextlib.suppress(
+                self._grpc.RpcError, self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError
+            ):
+                one.result(timeout=max(0.0, ends - time.monotonic()))
         self._channel.close()
 
     def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:
@@ -145,6 +156,8 @@ class AsyncGrpcTransport:
         await self._ask(self._stub.SystemSharedMemoryUnregister, message, _SHARED, timeout_s)
 
     async def close(self) -> None:
+        if left := [one for one in self._given_up if not one.done()]:
+            await asyncio.wait(left, timeout=_CLOSING_S)
         await self._channel.close()
 
     async def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:

@@ -88,7 +88,8 @@ class Line(Generic[_T]):
     Args:
         limits: of each level: how many requests wait at most, and how long.
         images: of one batch at most; a request that has more is a batch by itself.
-        delay_ns: how long the first of a batch waits for others while the worker has nothing to do.
+        delay_ns: how long the first of a batch waits for others while the worker has nothing to do, where others came
+            lately: who asks alone, one request after the other, waits for nobody.
         even: images take about the same time each, so that those before tell how long the next ones will take.
         clock: nanoseconds.
     """
@@ -107,6 +108,7 @@ class Line(Generic[_T]):
         self._waiting: tuple[deque[Place[_T]], ...] = tuple(deque() for _ in self._limits)
         self._changed = threading.Condition()
         self._closed = False
+        self._company = False  # others came lately
         self._begun_ns = 0
         self._at_work = 0  # images
         self._image_ns = 0.0  # mean, of any batch, a share for each image
@@ -159,6 +161,7 @@ class Line(Generic[_T]):
                     f"too many requests wait already, {wait_ns / 1e6:.0f} ms of work, and this one has "
                     f"{(deadline_ns - now_ns) / 1e6:.0f} ms; send fewer at a time, or try later"
                 )
+            self._company |= bool(self._at_work or len(self))
             self._waiting[level].append(place)
             self._changed.notify()
 
@@ -184,14 +187,16 @@ class Line(Generic[_T]):
             while True:
                 now_ns = self._clock()
                 late = self._late(now_ns)
-                waited = self._is_full() or self._closed or self._eldest_ns(now_ns) >= self._delay_ns
+                delay_ns = self._delay_ns if self._company else 0
+                waited = self._is_full() or self._closed or self._eldest_ns(now_ns) >= delay_ns
                 if late or (waited and len(self)):
+                    self._company = self._company and len(self) > 1
                     batch = self._take(now_ns, late)
                     self._at_work, self._begun_ns = sum(place.images for place in batch), now_ns
                     return Turn(batch, late, now_ns)
                 if self._closed:
                     return None
-                wait_ns = self._delay_ns - self._eldest_ns(now_ns) if len(self) else None
+                wait_ns = delay_ns - self._eldest_ns(now_ns) if len(self) else None
                 self._changed.wait(None if wait_ns is None else wait_ns / 1e9)
 
     def _late(self, now_ns: int) -> list[Place[_T]]:

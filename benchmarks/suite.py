@@ -286,7 +286,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weights-dir", type=Path, help="trained checkpoints, found by their usual names")
     parser.add_argument("--images", type=Path, help="a folder; default: a mix made of two photographs")
     parser.add_argument("--scenarios", default="single-stream,offline", help="with commas between")
-    parser.add_argument("--seconds", type=float, default=60, help="of each measurement: a scenario, the waterfall")
+    parser.add_argument("--seconds", type=float, default=40, help="of each measurement: a scenario, the waterfall")
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
     parser.add_argument("--name", default=machine_name(), help="of this machine, in the files' names")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_models_and_runtimes_do_not_know_each_other(layer: str) -> None:
     for file in files:
         assert f"from {other}" not in file.read_text()
         assert f"import {other}" not in file.read_text()
+
+
+def test_every_package_is_installed() -> None:
+    """A wheel has what pyproject.toml lists, and the checkout, which the tests see, has all."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    root = Path(vf.__file__).parents[1]
+    listed = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    there = {".".join(path.parent.relative_to(root).parts) for path in root.glob("visionfast/**/__init__.py")}
+    assert set(listed) == there

@@ -316,11 +316,9 @@ def test_the_verbs_say_what_they_did(engine: Path, tmp_path: Path) -> None:
         done = visionfast("deploy", str(engine), *named)
         folder = artifacts.pipelines_home() / "small"
         assert done.stdout == f"{folder}: version {version}; `visionfast serve small` starts it\n", done.stderr
-    policies = config_of(folder).dynamic_batching.priority_queue_policy
-    assert [(policies[n].max_queue_size, policies[n].default_timeout_microseconds) for n in (1, 2)] == [
-        (5, 600_000),
-        (7, 60_000_000),
-    ]
+    line = json.loads(told(folder)["line"])
+    assert line["online"] == {"requests": 5, "timeout_ms": 600}
+    assert line["offline"] == {"requests": 7, "timeout_ms": 60_000}
     assert json.loads(told(folder)["options"])["classes"] == [1, 0]
     assert json.loads(told(folder)["limits"])["max_pixels"] == 9
     done = visionfast("rollback", "small")

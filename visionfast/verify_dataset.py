@@ -283,4 +283,5 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    # JSON's whole numbers have as many digits as they like: not every one is a float.
+    return _is_whole(value) or (type(value) is float and math.isfinite(value))

@@ -13,6 +13,9 @@ __all__ = ["check_segmentation", "segmentation_rle", "segmentation_size"]
 _FARTHEST = 1e5
 """Pixels: beyond that no polygon's corner lies in a picture that is decoded, and drawing its edges costs memory."""
 
+_LONGEST = 2e6
+"""Pixels around a polygon: pycocotools keeps some 80 bytes of each while it draws, and ends the process without them."""
+
 
 def check_segmentation(segmentation: Any) -> str:
     """What was expected of a segmentation that is none of COCO's, in words; empty for one that is.
@@ -30,7 +33,16 @@ def check_segmentation(segmentation: Any) -> str:
         # Every one is looked at: a text or a bool among them would pass as a number in NumPy.
         if not all(type(value) in (int, float) and abs(value) <= _FARTHEST for value in polygon):
             return f"corners in pixels, at most {_FARTHEST:.0f}"
+        if _way_around(polygon) > _LONGEST:
+            return f"polygons of at most {_LONGEST:.0f} pixels around"
     return ""
+
+
+def _way_around(polygon: list[float]) -> float:
+    """Pixels of the edges, as they are drawn: of each its longer side."""
+    x, y = polygon[::2], polygon[1::2]
+    edges = zip(x, [*x[1:], x[0]], y, [*y[1:], y[0]], strict=True)
+    return sum(max(abs(to_x - from_x), abs(to_y - from_y)) for from_x, to_x, from_y, to_y in edges)
 
 
 def _check_runs(rle: dict[str, Any]) -> str:

@@ -276,6 +276,14 @@ def test_list_show_and_doctor(home: Path) -> None:
     ]
 
 
+def test_the_list_of_commands_has_whole_sentences(home: Path) -> None:
+    listed = visionfast(home, "--help").stdout.partition("Commands:")[2].split("\n")
+    commands = [line.strip() for line in listed if line.strip()]
+    assert len(commands) >= 16
+    assert [line for line in commands if not line.endswith((".", "`"))] == []
+    assert [line for line in commands if line.endswith("...")] == []
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys, visionfast, visionfast.cli; "

@@ -182,6 +182,14 @@ def test_slips(arguments: tuple[str, ...], said: str, measured: Path) -> None:
         bench(*(str(measured) if word == "BASELINE" else word for word in arguments))
 
 
+def test_nothing_is_written_into_an_engine(engine: Path) -> None:
+    before = (engine / "engine.json").read_bytes()
+    for option in ("--json", "--report"):
+        with pytest.raises(OptionError, match="in an engine's folder"):
+            bench(engine, option, engine / "engine.json")
+    assert (engine / "engine.json").read_bytes() == before
+
+
 def test_seconds_of_nothing(engine: Path) -> None:
     with pytest.raises(OptionError, match="--seconds -1: expected more than 0"):
         bench(engine, "--seconds", "-1")

@@ -80,6 +80,7 @@ def test_the_report_overwrites_nothing(home: Path) -> None:
         (annotations, "would overwrite the data set's annotations"),
         (home / "good" / "val" / "a.png", "name of an image"),
         (home / "small.pt", "of weights"),
+        (next((home / "engines" / "small").iterdir()) / "engine.json", "in an engine's folder"),
     ):
         with pytest.raises(OptionError, match=word):
             run("small", "--dataset", home / "good", "--json", target)

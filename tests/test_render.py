@@ -60,6 +60,27 @@ def test_a_home_with_brackets(shown: Callable[[], str], tmp_path: Path, monkeypa
     assert shown().count(str(tmp_path / "[red]")) == 3
 
 
+def test_the_versions_of_pipelines(
+    copied_engine: Path, shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    from visionfast.serving.repository import deploy, rollback
+
+    monkeypatch.chdir(artifacts.home())
+    render.inventory()
+    assert "no pipelines under" in shown()
+    for _ in range(2):
+        deploy(copied_engine, name="both", uncertified=True)
+    rollback("both")
+    (artifacts.pipelines_home() / "other").mkdir()
+    render.inventory()
+    lines = [" ".join(line.split()) for line in shown().splitlines()]
+    assert "pipelines/both 1 1, 2" in lines
+    (other,) = [line for line in lines if line.startswith("pipelines/other ")]
+    assert other.startswith("pipelines/other no: ")
+    assert "expected a pipeline that `visionfast deploy` wrote" in other
+
+
 def test_the_driver_is_named_where_there_is_one(shown: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     for version, line in ((13010, "driver   serves CUDA up to 13.1"), (0, "")):
         monkeypatch.setattr(machine, "driver_version", lambda version=version: version)

@@ -37,6 +37,7 @@ __all__ = [
     "find_engine",
     "find_model",
     "home",
+    "is_of_an_engine",
     "model_files",
     "models_home",
     "near",
@@ -219,6 +220,11 @@ def _read_manifest(path: Path, verify: bool) -> EngineManifest:
 
 
 # ---- finding ----------------------------------------------------------------------------------------------
+
+
+def is_of_an_engine(path: Path) -> bool:
+    """Whether a file would lie in an engine's folder, where nothing else belongs: links are followed."""
+    return (Path(os.path.realpath(path)).parent / MANIFEST_NAME).is_file()
 
 
 def near(path: Path) -> str:

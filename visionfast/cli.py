@@ -101,7 +101,7 @@ def _root(
 def fetch_verb(
     name: Annotated[str | None, typer.Argument(help="A published model; without it, they are listed.")] = None,
 ) -> None:
-    """Bring published weights into models/, with a card that says what they are."""
+    """Bring published weights, and a card about them, into models/."""
     from visionfast import render
     from visionfast.fetch import PUBLISHED, fetch
 
@@ -151,7 +151,7 @@ def build_verb(
         typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
     ] = False,
 ) -> None:
-    """Compile a checkpoint into an engine, and certify it against PyTorch. Exit code 1 if any failed."""
+    """Compile a checkpoint into an engine certified against PyTorch. Exit code 1 if any certificate failed."""
     from visionfast import render
     from visionfast.artifacts import find_model
     from visionfast.build import Built, build, build_all
@@ -210,7 +210,7 @@ def certify_verb(
         typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
     ] = False,
 ) -> None:
-    """Certify on this device an engine that was built before, and record it. Exit code 1 if it failed."""
+    """Certify on this device an engine that was built before. Recorded in engine.json; exit code 1 if it failed."""
     from visionfast import render
     from visionfast.artifacts import find_engine, find_model
     from visionfast.certify import certify_engine, images_in
@@ -245,7 +245,7 @@ app.command("bench")(bench_verb)
 
 @app.command("list")
 def list_verb() -> None:
-    """Models, engines and pipelines that are here, and whether each can run on this machine."""
+    """Models, engines and pipelines that are here. Of an engine also whether it can run on this machine."""
     from visionfast import render
 
     render.inventory()

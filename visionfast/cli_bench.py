@@ -37,7 +37,7 @@ def bench_verb(
     images: Annotated[
         Path | None, typer.Option(metavar="DIR", help="JPEG and PNG as they come; default: a mix of two photographs.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Of each scenario. Default: 20.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of each scenario; at least 8 rounds. Default: 20.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="HTML", help="A page that stands by itself.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Every raw sample: a baseline for later.")] = None,
     against: Annotated[
@@ -60,7 +60,7 @@ def bench_verb(
         bool, typer.Option("--null", help="Only the harness itself, on a system that does nothing.")
     ] = False,
 ) -> None:
-    """Latency and throughput of an engine, from encoded image to result, in the four scenarios of MLPerf's LoadGen."""
+    """Latency and throughput of an engine, from image to result. In the four scenarios of MLPerf's LoadGen."""
     if null:
         _show_harness(_scenarios(scenario, None), streams)
         return
@@ -84,8 +84,10 @@ def bench_verb(
         "seconds": f"{_seconds(seconds, baseline):g}",
         "images": "made" if images is None else images.name,
         "seed": str(seed),
-        "streams": str(streams or "default"),
-        "threads": str(threads or "default"),
+        "streams": "default" if streams is None else str(streams),
+        "rate": "looked for" if rate is None else f"{rate:g}",
+        "bound_ms": "default" if bound_ms is None else f"{bound_ms:g}",
+        "threads": "default" if threads is None else str(threads),
     }
     inputs = _inputs(images, seed)
     with _opened(folder, threads, device) as systems:
@@ -113,6 +115,7 @@ def bench_verb(
         else:
             from visionfast.bench.gate_run import decide
 
+            _check_baseline(baseline, systems, inputs)
             verdict, record = decide(baseline, measure, tolerance=allowed, tell=_tell)
     if json is not None:
         write_record(json, record)
@@ -139,10 +142,9 @@ def _tell(text: str) -> None:
 
 
 def _show_harness(names: Sequence[Scenario], streams: int | None) -> None:
-    from visionfast import machine
     from visionfast.bench.run import harness_ns
 
-    for name, spent in harness_ns(streams or machine.usable_cpus(), names).items():
+    for name, spent in harness_ns(streams, names).items():
         print(f"{name}: {spent / 1e3:.1f} µs a request")
 
 
@@ -181,8 +183,8 @@ def _share(text: str | None) -> float:
 
 
 def _check_targets(json: Path | None, report: Path | None, against: Path | None) -> None:
-    """Raises `OptionError` where an output would take the place of another, of the baseline or of an image."""
-    from visionfast.artifacts import MODEL_SUFFIXES
+    """Raises `OptionError` where an output would take the place of another, of the baseline, an image or an engine."""
+    from visionfast.artifacts import MODEL_SUFFIXES, is_of_an_engine
     from visionfast.image_files import IMAGE_SUFFIXES, same_file
 
     for option, target in (("--json", json), ("--report", report)):
@@ -190,6 +192,8 @@ def _check_targets(json: Path | None, report: Path | None, against: Path | None)
             continue
         if target.suffix.lower() in {*IMAGE_SUFFIXES, *MODEL_SUFFIXES}:
             raise OptionError(f"{option} {target}: expected a file for it, got the name of an image or of weights")
+        if is_of_an_engine(target):
+            raise OptionError(f"{option} {target}: expected a file elsewhere, got one in an engine's folder")
         if against is not None and same_file(target, against):
             raise OptionError(f"{option} {target}: would overwrite the baseline; name another file")
     if json is not None and json == report:
@@ -212,6 +216,16 @@ def _those_of(baseline: Record, inputs: Sequence[Input]) -> tuple[Input, ...]:
     """The baseline's images, in its order; what is missing is found by the gate."""
     here = {made.sha256: made for made in inputs}
     return tuple(here[old.sha256] for old in baseline.inputs if old.sha256 in here) or tuple(inputs)
+
+
+def _check_baseline(baseline: Record, systems: Sequence[SystemUnderTest], inputs: Sequence[Input]) -> None:
+    """Raises what `gate.compare` would, before minutes are spent."""
+    from visionfast.bench.environment import environment
+    from visionfast.bench.gate import check_comparable
+    from visionfast.bench.records import Record
+
+    asked, those = tuple(system.system for system in systems), _those_of(baseline, inputs)
+    check_comparable(baseline, Record(baseline.version, "", {}, environment(), asked, those, {}, None, {}))
 
 
 def _as_in(baseline: Record, asked: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def client_verb(
     offline: Annotated[bool, typer.Option("--offline", help="Nobody waits for it: others are answered first.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that one image may take.")] = 30.0,
     trace: Annotated[
-        bool, typer.Option("--trace", help="One image after the other, and where the time of each went.")
+        bool, typer.Option("--trace", help="Detector: one image after the other, and where the time of each went.")
     ] = False,
     trace_json: Annotated[
         Path | None, typer.Option(help="The same into a file that ui.perfetto.dev and chrome://tracing open.")
@@ -82,6 +82,10 @@ def client_verb(
 
     paths = expand(sources)
     check_targets(paths, save=save, json_to=json)  # before a server is asked
+    if trace_json is not None:
+        check_targets(paths, save=save, json_to=str(trace_json), option="--trace-json")
+        if trace_json.is_dir() or (json is not None and trace_json.resolve() == Path(json).resolve()):
+            raise OptionError(f"--trace-json {trace_json}: expected a file of its own")
     of_detector = given(conf=conf, iou=iou, max_det=max_det, classes=listed(classes), class_agnostic=class_agnostic)
     asked = Asked(
         ways=given(point=point, box=box, everything=everything),
@@ -142,4 +146,5 @@ def _detected(
     from visionfast.predict_output import report
     from visionfast.waterfall import traced_files
 
-    return report(traced_files(client, paths, options, shown=trace, to=trace_json), paths, save=save, json_to=json_to)
+    shown = None if not trace else sys.stderr if json_to == "-" else sys.stdout
+    return report(traced_files(client, paths, options, shown=shown, to=trace_json), paths, save=save, json_to=json_to)

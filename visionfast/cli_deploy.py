@@ -76,7 +76,7 @@ def deploy_verb(
         bool, typer.Option("--uncertified", help="Also an engine that is not shown to agree with PyTorch.")
     ] = False,
 ) -> None:
-    """Write an engine into pipelines/, as its next version there, for `visionfast serve`.
+    """Write an engine into pipelines/ for `serve`. There it is the next version.
 
     What a request does not say for itself (--conf and so on) is taken from here.
     """
@@ -134,7 +134,7 @@ def rollback_verb(
     name: Annotated[str, typer.Argument(metavar="PIPELINE", help="Its name under pipelines/.")],
     version: Annotated[int | None, typer.Option(help="To go to. Default: the one before that which is served.")] = None,
 ) -> None:
-    """Serve another version of a pipeline from the server's next start on. Nothing is deleted."""
+    """Serve another version of a pipeline from the next start on. Nothing is deleted."""
     from visionfast.serving.repository import rollback
 
     print(f"{name}: version {rollback(name, version)} is served from the server's next start on")

@@ -38,7 +38,7 @@ def embed_verb(
         bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
     ] = False,
 ) -> None:
-    """Embed a folder of images: a row each, with file, sha256 and vector. Exit code 1 if any was bad, or a folder
+    """Embed a folder of images: a table with a vector for each. Exit code 1 if any was bad, or a folder
     in DIR could not be read.
 
     It may be stopped at any moment, and goes on where it was with the same command. Later, that embeds what is new or

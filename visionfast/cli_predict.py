@@ -77,7 +77,7 @@ def predict_verb(
         bool, typer.Option("--allow-truncated", help="Decode what is there of damaged files.")
     ] = False,
 ) -> None:
-    """Answer images: a line each, and JSON and annotated pictures on request. Exit code 1 if any was bad.
+    """Answer images: a line each; on request JSON and pictures. Exit code 1 if any was bad.
 
     A detector's engine needs no more than images. A SAM engine is told what to look for: --point or --box,
     --everything, or --boxes-from. A DINO engine gives vectors; its pictures show the patches' three principal

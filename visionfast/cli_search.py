@@ -54,7 +54,7 @@ def search_verb(
     threads: Annotated[int | None, typer.Option(help="Processors to use; default: all there are.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: what the engine is for.")] = None,
 ) -> None:
-    """Find the images of a table that are nearest to others, by cosine; exact. Exit code 1 if a query was bad.
+    """Find the images of a table that are nearest to others. By cosine, exact; exit code 1 if a query was bad.
 
     An image that is in the table is found by its sha256, and takes no engine.
     """

@@ -44,7 +44,7 @@ def serve_verb(
     ready_timeout: Annotated[float, typer.Option(help="Seconds that the models have to load.")] = 120.0,
     exit_timeout: Annotated[int, typer.Option(help="Seconds that requests in flight have at the end.")] = 10,
 ) -> None:
-    """Serve pipelines with the Triton Inference Server until Ctrl-C, which finishes the requests in flight.
+    """Serve pipelines with the Triton Inference Server. Until Ctrl-C, which finishes the requests in flight.
 
     When a part of it dies, it is brought back; exit code 1 if that fails. A second Ctrl-C doesn't wait.
     """

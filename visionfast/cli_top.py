@@ -27,7 +27,7 @@ def top_verb(
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, show it, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON line an interval.")] = False,
 ) -> None:
-    """Show what a server does: images a second, errors, and percentiles of every stage. Ctrl-C ends it."""
+    """Show what a server does, live. Images a second, errors, and percentiles of every stage; Ctrl-C ends it."""
     from rich.console import Console
     from rich.live import Live
 
@@ -38,6 +38,8 @@ def top_verb(
         raise OptionError(f"--interval {interval}: expected 0.1 to 3600 seconds")
     address = metrics_url(url)
     console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a pipe or a file has no edge to wrap at
     watched = console.is_terminal and not (once or json)
     try:
         before = scrape(address)
@@ -73,10 +75,10 @@ def _record(url: str, activity: Activity) -> dict[str, Any]:
         "interval_s": round(activity.interval_s, 3),
         "models": {
             name: {
-                "requests_per_s": model.requests_per_s,
-                "images_per_s": model.images_per_s,
-                "errors_per_s": dict(model.errors_per_s),
-                "cached_per_s": model.cached_per_s,
+                "requests_per_s": _finite(model.requests_per_s),
+                "images_per_s": _finite(model.images_per_s),
+                "errors_per_s": {kind: _finite(rate) for kind, rate in model.errors_per_s.items()},
+                "cached_per_s": _finite(model.cached_per_s),
                 "queue_ms": _finite(model.queue_ms),
                 "waiting": model.waiting,
                 "queues": {step: _percentiles(some) for step, some in model.queues.items()},
@@ -84,18 +86,19 @@ def _record(url: str, activity: Activity) -> dict[str, Any]:
             }
             for name, model in activity.models.items()
         },
-        "cpu": activity.cpu,
-        "memory_bytes": activity.memory_bytes,
-        "memory_total_bytes": activity.memory_total_bytes,
+        "cpu": _finite(activity.cpu),
+        "memory_bytes": _finite(activity.memory_bytes),
+        "memory_total_bytes": _finite(activity.memory_total_bytes),
     }
 
 
 def _percentiles(some: StageActivity) -> dict[str, float | None]:
-    return {"count": some.count, **{f"p{percentile}_ms": _finite(ms) for percentile, ms in some.percentile_ms.items()}}
+    found = {f"p{percentile}_ms": _finite(ms) for percentile, ms in some.percentile_ms.items()}
+    return {"count": _finite(some.count), **found}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _tables(url: str, activity: Activity) -> Group:
@@ -120,7 +123,7 @@ def _tables(url: str, activity: Activity) -> Group:
             *(f"{rate:.1f}" for rate in (model.requests_per_s, model.images_per_s, model.cached_per_s)),
             _ms(model.queue_ms),
             str(model.waiting),
-            _errors(model),
+            Text(_errors(model)),
         )
         queues = {f"queue {step}" if len(model.queues) > 1 else "queue": some for step, some in model.queues.items()}
         for stage, some in {**queues, **model.stages}.items():
@@ -135,7 +138,7 @@ def _heading(url: str, activity: Activity) -> Any:
     from rich.text import Text
 
     parts = [one_line(url), f"the last {activity.interval_s:.1f} s"]
-    if activity.cpu is not None:
+    if _finite(activity.cpu) is not None:
         parts.append(f"processors {activity.cpu:.0%}")
     if activity.memory_bytes is not None and activity.memory_total_bytes:
         parts.append(f"memory {activity.memory_bytes / 2**30:.1f} of {activity.memory_total_bytes / 2**30:.1f} GiB")

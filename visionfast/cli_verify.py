@@ -51,7 +51,7 @@ def verify_verb(
         typer.Option("--trust-checkpoint", help="Load a pickle that may RUN anything; only if you trust it."),
     ] = False,
 ) -> None:
-    """Average precision on a data set, of an engine and of eager PyTorch. Exit code 1 if they differ by more than the
+    """Average precision of an engine, and of PyTorch, on a data set. Exit code 1 if they differ by more than the
     tolerance, if the engine's certificate failed, or if an image was bad.
     """
     from visionfast.embed_progress import shown
@@ -90,7 +90,7 @@ def verify_verb(
 
 def _check_json(target: str | None, dataset: Path) -> None:
     """Raises `OptionError` where the report would take the place of what is measured."""
-    from visionfast.artifacts import MODEL_SUFFIXES
+    from visionfast.artifacts import MODEL_SUFFIXES, is_of_an_engine
     from visionfast.image_files import IMAGE_SUFFIXES, same_file
     from visionfast.verify_dataset import annotation_file
 
@@ -99,6 +99,8 @@ def _check_json(target: str | None, dataset: Path) -> None:
     path = Path(str(target))
     if path.suffix.lower() in {*IMAGE_SUFFIXES, *MODEL_SUFFIXES}:
         raise OptionError(f"--json {target}: expected a file for JSON, got the name of an image or of weights")
+    if is_of_an_engine(path):
+        raise OptionError(f"--json {target}: expected a file elsewhere, got one in an engine's folder")
     if same_file(path, annotation_file(dataset)):
         raise OptionError(f"--json {target}: would overwrite the data set's annotations; name another file")
 

@@ -55,7 +55,7 @@ class Embedder:
         manifest: EngineManifest | None = None,
     ) -> None:
         if spec.task != self.task:
-            raise OptionError(f"{spec.name}: a model for {spec.task}; `visionfast.open` opens it")
+            raise OptionError(_other_task(spec))
         self.spec = spec
         self.manifest = manifest
         self._threads = checked_threads(threads) or machine.usable_cpus()
@@ -106,7 +106,7 @@ class Embedder:
         """`open`, once the engine was found and its manifest read."""
         check_outputs(folder, manifest)
         if manifest.spec.task != cls.task:
-            raise OptionError(f"{manifest.spec.name}: a model for {manifest.spec.task}; `visionfast.open` opens it")
+            raise OptionError(_other_task(manifest.spec))
         engines = load_streams(folder, manifest, threads=threads, streams=streams, device=device)
         return cls(manifest.spec, engines, limits=limits, threads=threads, manifest=manifest)
 
@@ -238,6 +238,10 @@ class Embedder:
                     raise answer
                 answers.append(answer)
         return answers
+
+
+def _other_task(spec: ModelSpec) -> str:
+    return f"{spec.name}: a model for {spec.task}, expected one for embed; `visionfast predict` answers with it"
 
 
 def _as_it_is(source: ImageSource) -> ImageSource:

@@ -105,7 +105,7 @@ def report(
     return bad
 
 
-def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | None) -> None:
+def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | None, option: str = "--json") -> None:
     """Holds what a call would write against what it reads, by the files' identities, whatever their names are.
 
     Raises:
@@ -114,7 +114,7 @@ def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | No
     inputs = _Files(paths)
     if json_to not in (None, "-", "") and (source := inputs.same(Path(os.path.realpath(json_to)))) is not None:
         raise OptionError(
-            f"--json {json_to}: would overwrite {_shown(source)}, an image of this call; name another file"
+            f"{option} {json_to}: would overwrite {_shown(source)}, an image of this call; name another file"
         )
     if save is None:
         return
@@ -127,7 +127,7 @@ def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | No
         what = "its original" if source == path else f"{_shown(source)}, an image of this call"
         raise OptionError(f"--save {save}: the picture of {_shown(path)} would overwrite {what}; name another folder")
     if json_to not in (None, "-", "") and _Files(pictures.values()).same(Path(os.path.realpath(json_to))) is not None:
-        raise OptionError(f"--json {json_to}: a picture of --save would overwrite it; name another file")
+        raise OptionError(f"{option} {json_to}: a picture of --save would overwrite it; name another file")
 
 
 class _Files:

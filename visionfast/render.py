@@ -191,10 +191,22 @@ def inventory() -> None:
 
     root = artifacts.pipelines_home()
     pipelines = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    table = Table("pipeline", "served", "versions", title="pipelines", title_justify="left", box=None)
     for path in pipelines:
-        _out.print(f"pipeline {escape(str(path))}")
-    if not pipelines:
-        _out.print(f"no pipelines under {escape(str(root))}")
+        table.add_row(_near(path), *_versions(path))
+    none = f"no pipelines under {escape(str(root))}; `visionfast deploy` writes one"
+    _out.print(table if pipelines else none)
+
+
+def _versions(pipeline: Path) -> tuple[str, str]:
+    """The version that is served, and all that there are."""
+    from visionfast.serving.repository import versions
+
+    try:
+        served, every = versions(pipeline)
+    except VisionfastError as error:
+        return escape(f"no: {error}"), ""
+    return str(served), ", ".join(map(str, every))
 
 
 def _near(path: Path) -> str:
@@ -243,7 +255,8 @@ def doctor() -> None:
     else:
         cuda = ", on the CPU" if torch else ""
     _out.print(f"PyTorch  {torch or 'not installed: builds need it, and every GPU session'}{cuda}")
-    _out.print(f"Triton   {triton or 'not installed: a GPU session needs it'}")
+    language = f"{triton}, the language of the GPU kernels" if triton else "not installed: a GPU session needs it"
+    _out.print(f"Triton   {language}")
     _out.print(f"DALI     {dali or 'not installed: a GPU session decodes on the CPU'}")
     _out.print(f"serving  {escape(_serving())}")
     table = Table("backend", "version", "builds here", "runs here", "precisions", "what is missing", box=None)

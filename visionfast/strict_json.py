@@ -64,7 +64,10 @@ def decode(kind: Any, value: Any, where: str) -> Any:
             raise ManifestError(f"{where}: expected one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
         return value
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ManifestError(f"{where}: expected a number of 64 bits, got one of {len(str(value))} digits") from None
     if type(value) is not kind:
         raise ManifestError(f"{where}: expected {kind.__name__}, got {value!r}")
     return value

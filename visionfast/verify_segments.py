@@ -14,7 +14,7 @@ _FARTHEST = 1e5
 """Pixels: beyond that no polygon's corner lies in a picture that is decoded, and drawing its edges costs memory."""
 
 _LONGEST = 2e6
-"""Pixels around a polygon: pycocotools keeps some 80 bytes of each while it draws, and ends the process without them."""
+"""Pixels around a polygon: drawing takes pycocotools some 80 bytes for each, and it ends the process without them."""
 
 
 def check_segmentation(segmentation: Any) -> str:

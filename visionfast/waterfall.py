@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from visionfast.errors import ArtifactError, ImageError
+from visionfast.artifacts import atomic_write
+from visionfast.errors import ImageError
 from visionfast.predict import Found
 from visionfast.serving.tracing import Span, Trace, chrome_events
 from visionfast.terminal import one_line
@@ -23,7 +24,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def traced_files(
-    client: Client, paths: Sequence[Path], options: Options, *, shown: bool, to: Path | None
+    client: Client, paths: Sequence[Path], options: Options, *, shown: TextIO | None, to: Path | None
 ) -> Iterator[tuple[Path, Found | ImageError]]:
     """Every file with its answer, in order, one request at a time.
 
@@ -31,7 +32,7 @@ def traced_files(
         client: of a detector.
         paths: of images.
         options: of a call.
-        shown: print each trace.
+        shown: where each trace is printed.
         to: a file for all of them, written at the end.
 
     Raises:
@@ -48,13 +49,10 @@ def traced_files(
         yield path, Found(done.answer, client.class_names)
         # The first one's connection and buffers are new.
         traces[f"{number + 1}: {path}"] = done.trace
-        if shown:
-            print(waterfall(done.trace))
+        if shown is not None:
+            print(waterfall(done.trace), file=shown)
     if to is not None:
-        try:
-            to.write_text(json.dumps(chrome_events(traces)), "utf-8")
-        except OSError as error:
-            raise ArtifactError(f"{to}: cannot be written ({error.strerror})") from error
+        atomic_write(to, json.dumps(chrome_events(traces)).encode())
 
 
 def waterfall(trace: Trace) -> str:

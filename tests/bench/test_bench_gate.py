@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from synthetic_runs import STAGES_NS, synthetic
 
-from visionfast.bench.gate import compare
-from visionfast.bench.gate_questions import TOTAL
+from visionfast.bench.gate import Verdict, compare
+from visionfast.bench.gate_questions import TOTAL, Finding
 from visionfast.bench.gate_run import decide
 from visionfast.bench.records import Record
+from visionfast.bench.render import show_verdict
 from visionfast.errors import CertificateError, OptionError
 
 ALL = dict.fromkeys(STAGES_NS, 1.10)
@@ -127,6 +128,21 @@ def test_failed_requests_withhold_it() -> None:
     current.samples["visionfast", "single-stream"].failed[3] = True
     verdict = compare(synthetic(0), current, **QUICK)
     assert verdict.withheld == ("single-stream: 1 requests failed",)
+
+
+def test_nothing_but_failures_withholds_it_too() -> None:
+    current = synthetic(1)
+    current.samples["visionfast", "single-stream"].failed[:] = True
+    assert compare(synthetic(0), current, **QUICK).status == "no verdict"
+
+
+def test_a_baselines_names_are_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[31m[/bold]"
+    finding = Finding("offline", hostile, 1.2, 1.1, 1.05, 1e6, True)
+    show_verdict(Verdict((finding,), (), ()), hostile)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count("[/bold]") == 3  # the file, the part, and the stage that it is
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,22 @@ def break_size(content: dict[str, Any]) -> None:
     content["samples"][0]["done_ns"][0] = 2**63
 
 
+def break_setting(content: dict[str, Any]) -> None:
+    content["samples"][0]["settings"] = {"parallel": 10**400}
+
+
+def break_streams(content: dict[str, Any]) -> None:
+    content["samples"][0]["settings"] = {"parallel": float("nan")}
+
+
+def break_everybody(content: dict[str, Any]) -> None:
+    content["systems"], content["samples"] = [], []
+
+
+def break_everything(content: dict[str, Any]) -> None:
+    content["inputs"], content["samples"] = [], []
+
+
 def break_type(content: dict[str, Any]) -> None:
     content["samples"][0]["round"][0] = 0.5
 
@@ -162,6 +178,10 @@ def break_version(content: dict[str, Any]) -> None:
         (break_input, "numbers of the 2 inputs"),
         (break_order, "due_ns ≤ begun_ns"),
         (break_size, "64 bits"),
+        (break_setting, r"settings.parallel: expected a number of 64 bits"),
+        (break_streams, "settings: expected numbers above 0"),
+        (break_everybody, "somebody who was measured"),
+        (break_everything, "on something"),
         (break_type, r"round\[0\]: expected int"),
         (break_scenario, "'offstream'"),
         (break_systems, "each key once"),

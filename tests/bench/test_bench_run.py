@@ -123,7 +123,9 @@ def test_the_search_halves_its_range() -> None:
 
     assert 28 <= highest_rate(window, 100.0, 1.0, 12.0) <= 30
     assert tried[0] == 50
-    assert highest_rate(lambda rate, seconds: Window(True), 64.0, 1.0, 1.0) == 1.0
+    tried.clear()
+    assert highest_rate(lambda rate, seconds: Window(tried.append(rate) is None), 64.0, 1.0, 1.0) == 8.0
+    assert tried == [32.0, 16.0, 8.0]  # a bound that no rate keeps does not take an hour
 
 
 class Window:
@@ -142,6 +144,11 @@ class Window:
     [
         ({"seconds": 0.0}, "more than 0 seconds"),
         ({"rate_per_s": -1.0}, "requests a second"),
+        ({"rate_per_s": float("inf")}, "requests a second, got inf"),
+        ({"bound_ms": -1.0}, "of the bound, got -1"),
+        ({"bound_ms": float("nan")}, "of the bound, got nan"),
+        ({"streams": 0}, "streams: expected a whole number from 1"),
+        ({"streams": 5000}, "streams: expected a whole number from 1"),
         ({"warmup": 0}, "warmups"),
     ],
 )
@@ -175,6 +182,11 @@ def test_headlines(inputs: tuple[Input, ...]) -> None:
     assert any("too few samples for" in remark for remark in by_scenario["multi-stream"].remarks)
     for summary in by_scenario.values():
         assert summary.parts.adds_up
+
+
+def test_a_single_image_is_given_to_every_thread_of_offline(inputs: tuple[Input, ...]) -> None:
+    record = measure([Sleeping("a", 0.001)], inputs[:1], scenarios=["offline"], seconds=0.001, streams=3)
+    assert len(record.samples["a", "offline"]) == 8 * 3
 
 
 def test_a_group_is_answered_when_its_last_is(inputs: tuple[Input, ...]) -> None:

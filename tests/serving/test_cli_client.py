@@ -39,6 +39,27 @@ def _words(text: str) -> list[str]:
     return [line.rsplit(" (", 1)[0] for line in text.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--trace-json", "photo.jpg"), "would overwrite"),
+        (("--trace-json", "."), "a file of its own"),
+        (("--trace-json", "out.json", "--json", "out.json"), "a file of its own"),
+    ],
+)
+def test_a_trace_overwrites_nothing(
+    options: tuple[str, ...], word: str, photographs: list[Path], tmp_path: Path
+) -> None:
+    """Known before any server is asked."""
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(photographs[0].read_bytes())
+    asked = visionfast(tmp_path, "client", "http://127.0.0.1:1", "any", "photo.jpg", "--trace", *options)
+    assert asked.returncode == 1
+    assert "--trace-json" in asked.stderr
+    assert word in asked.stderr
+    assert photo.read_bytes() == photographs[0].read_bytes()
+
+
 @pytest.mark.parametrize("task", ["detect", "segment"])
 def test_as_predict(
     served: Any,

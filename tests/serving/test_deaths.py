@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from serving_process import Serving, lives
 import visionfast as vf
 from visionfast.errors import ServerError, VisionfastError
 from visionfast.serving.processes import stages_of
+from visionfast.serving.server import Server
 
 pytest.importorskip("tritonclient.grpc", reason="the server is asked with tritonclient: visionfast[triton]")
 
@@ -106,3 +108,34 @@ def test_whatever_dies_under_load_clients_get_errors_and_it_comes_back(
     assert asking.longest_s < TIMEOUT_S
     serving.process.send_signal(signal.SIGTERM)
     assert serving.finish()[0] == 0
+
+
+def test_no_stage_outlives_a_server_that_is_killed(
+    deployed: Callable[..., Path], temporary: Path, reduced_photographs: Callable[[int], list[Path]]
+) -> None:
+    """And nobody brings it back. Answers are on their way to it: NVIDIA's stub by itself then waits for ever."""
+    image = reduced_photographs(8)[0].read_bytes()
+    with Server([deployed(layout) for layout in LAYOUTS], http=0, grpc=0, metrics=0) as server:
+        ending = threading.Event()
+
+        def ask(layout: str) -> None:
+            with vf.Client(server.grpc_url, f"detect-{layout}", timeout=5.0) as client:
+                while not ending.is_set():
+                    with contextlib.suppress(ServerError):
+                        client(image)
+
+        clients = [threading.Thread(target=ask, args=(layout,)) for layout in LAYOUTS * 3]
+        for client in clients:
+            client.start()
+        time.sleep(1.0)
+        pids = [stage.pid for stage in server.stages]
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        ending.set()
+        ends = time.monotonic() + 5.0
+        while any(map(lives, pids)) and time.monotonic() < ends:
+            time.sleep(0.05)
+        left = [pid for pid in pids if lives(pid)]
+        for client in clients:
+            client.join(30)
+    assert not left

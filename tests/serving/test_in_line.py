@@ -31,14 +31,16 @@ from visionfast.serving.stages.{role} import TritonPythonModel as Stage
 BEGUN = Path({begun!r})
 
 class Slow(Stage):
-    \"\"\"Notes when it begins with which requests; takes {slow_s} s more for every image.\"\"\"
+    \"\"\"Notes when it begins with which requests; takes {slow_s} s more for every image. Of its answer to the request
+    `unsendable` the server takes nothing.\"\"\"
 
     def execute(self, requests):
         for request in requests:
             with BEGUN.open("a") as file:
                 file.write(json.dumps([request.request_id(), time.monotonic_ns()]) + "\\n")
             time.sleep({slow_s})
-        return super().execute(requests)
+        answers = super().execute(requests)
+        return [object() if r.request_id() == "unsendable" else a for r, a in zip(requests, answers, strict=True)]
 
 TritonPythonModel = in_line(Slow)
 """
@@ -121,7 +123,8 @@ def slow(
             model = folder / (layout if layout == "fused" else f"{layout}_engine") / "1" / "model.py"
             model.write_text(SLOW.format(role=role, begun=str(home / layout), slow_s=SLOW_S))
             pipelines.append(folder)
-    with Server(pipelines, http=0, grpc=0, metrics=0) as server:
+    # What could not be sent is in flight for ever.
+    with Server(pipelines, http=0, grpc=0, metrics=0, exit_timeout_s=1) as server:
         found = {name: Slow(name, server.grpc_url, server.http_url, home / name) for name in LAYOUTS}
         for one in found.values():
             one.begun_ns()
@@ -229,6 +232,17 @@ def test_a_full_queue_refuses_at_once_also_inside_an_ensemble(
     assert told.endswith(
         f"{one.name}: too many requests wait already, 6 online ones; send fewer at a time, or try later"
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_answer_that_cannot_be_sent_harms_no_other(layout: str, slow: Callable[[str], Slow], image: bytes) -> None:
+    """As where /dev/shm is full for a moment: the model's only worker must outlive it."""
+    one = slow(layout)
+    with library.InferenceServerClient(one.grpc_url.removeprefix("grpc://")) as client:
+        with pytest.raises(library.InferenceServerException, match="Deadline Exceeded"):
+            client.infer(one.name, inputs_with(image), request_id="unsendable", client_timeout=4 * SLOW_S)
+        with vf.Client(one.grpc_url, one.name, timeout=10.0) as other:
+            assert isinstance(other(image)[0], vf.Detections)
 
 
 def test_a_parameter_of_the_wrong_kind(slow: Callable[[str], Slow], image: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ pytest.importorskip("nvidia.dali", reason="needs visionfast[dali]")
 
 from visionfast.cli_deploy import deploy_verb
 from visionfast.serving import container
+from visionfast.serving.container import commands
 from visionfast.serving.metadata import manifest_of
 from visionfast.serving.pbtxt import read_config
 from visionfast.serving.repository import deploy, rollback, versions
@@ -182,12 +184,39 @@ def test_the_commands_serve_this_machine_alone(plan: Path, capsys: pytest.Captur
     assert ports == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002)]
     assert f"{folder.resolve()}:/models:ro" in run
     assert run[run.index("visionfast-my.gpu") + 1 :] == [
-        "tritonserver",
-        "--model-repository=/models",
+        "serve-models",
         "--disable-auto-complete-config",
         "--cache-config=local,size=67108864",
     ]
     assert f"FROM {image}\n" in (folder / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(("name", "served"), [("a..b", "a-b"), ("A_", "a"), ("a._-b-", "a-b"), ("a.b_c-d", "a.b_c-d")])
+def test_an_image_has_a_name_that_docker_takes(name: str, served: str, tmp_path: Path) -> None:
+    build, run = commands(tmp_path / name, gpu=True)
+    assert f" --tag visionfast-{served} - <" in build
+    assert f" visionfast-{served} serve-models " in run
+
+
+def test_only_models_with_a_configuration_are_served(plan: Path, tmp_path: Path) -> None:
+    """The server (Triton 2.51) does not start where another layout's version has left a model without."""
+    for layout in ("ensemble", "fused"):
+        folder = deploy(plan, name="both", target="nvidia", layout=layout, uncertified=True)  # type: ignore[arg-type]
+    assert (folder / "both_engine").is_dir()
+    served, program, server = tmp_path / "served", tmp_path / "serve-models", tmp_path / "bin" / "tritonserver"
+    written = (folder / "Dockerfile").read_text().partition("RUN printf")[2]
+    for place, here in (("/usr/local/bin/serve-models", program), ("/served", served), ("/models", folder)):
+        written = written.replace(place, str(here))
+    subprocess.run(["sh", "-c", f"printf{written}"], check=True)
+    server.parent.mkdir()
+    server.write_text('#!/bin/sh\necho "$@"\n')
+    server.chmod(0o755)
+    environment = {"PATH": f"{server.parent}:{os.environ['PATH']}"}
+    for _ in range(2):  # a container may be started again
+        said = subprocess.run([program, "--flag"], env=environment, check=True, capture_output=True, text=True).stdout
+        assert said == f"--model-repository={served} --flag\n"
+        assert [model.name for model in served.iterdir()] == ["both"]
+        assert (served / "both" / "config.pbtxt").is_file()
 
 
 def test_a_container_for_a_pipeline_that_needs_none_is_refused(copied_engine: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from rich.console import Console
 
+from visionfast.cli_top import _record, _tables
 from visionfast.errors import OptionError, ServerError
 from visionfast.serving.activity import activity_between
 from visionfast.serving.scrape import Scrape, metrics_url, parse, scrape
@@ -51,6 +54,35 @@ AFTER = (
         '_count{model="people",version="1",stage="engine"} 8', '_count{model="people",version="1",stage="engine"} 12'
     )
 )
+
+
+def test_numbers_and_labels_that_triton_does_not_send() -> None:
+    for line in (
+        'visionfast_waiting_requests{model="a"} NaN',
+        'visionfast_waiting_requests{model="a"} +Inf',
+        'visionfast_errors_total{model="a"} 3',
+        'visionfast_stage_duration_seconds_count{model="a"} 3',
+        'visionfast_stage_duration_seconds_count{model="a",stage="x"} 3\n'
+        'visionfast_stage_duration_seconds_bucket{model="a",stage="x",le="x"} 3',
+    ):
+        samples = parse(f'nv_inference_request_success{{model="a"}} 1\n{line}\n')
+        with pytest.raises(ServerError, match="others of the same names"):
+            activity_between(Scrape(1.0, samples), Scrape(2.0, samples))
+
+
+def test_hostile_names_are_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (
+        Scrape(float(n), parse(f'nv_x 1\nvisionfast_errors_total{{model="[/x]\x1b[31m",kind="[/y]\x1b[32m"}} {n}\n'
+            f'visionfast_images_total{{model="[/x]\x1b[31m"}} +Inf\n'))
+        for n in (1, 2)
+    )  # fmt: skip
+    activity = activity_between(before, after)
+    Console(width=200).print(_tables("url", activity))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "[/x]" in shown
+    assert "[/y]" in shown
+    assert "NaN" not in json.dumps(_record("url", activity))
 
 
 def test_rates_and_percentiles_are_the_interval_s() -> None:

@@ -368,6 +368,17 @@ def test_a_model_that_does_not_load(tmp_path: Path, temporary: Path, changes: di
     assert log.stat().st_size > 0
 
 
+def test_a_model_whose_code_is_missing_is_not_waited_for(tiny: Path, temporary: Path) -> None:
+    (tiny / "tiny" / "1" / "model.py").unlink()
+    began = time.monotonic()
+    with (
+        pytest.raises(ServerError, match=r"^model file not found in '.*/tiny/1/model\.py'; deploy the engine again \(log: "),
+        Server(tiny, **_FREE),
+    ):
+        pass
+    assert time.monotonic() - began < 60  # and not the 120 s that it has to load
+
+
 def test_a_model_that_does_not_get_ready(tmp_path: Path, temporary: Path) -> None:
     pipeline = write_pipeline(tmp_path / "p", initialize="time.sleep(60)")
     with (

@@ -19,7 +19,7 @@ from visionfast.cli_client import client_verb
 from visionfast.cli_deploy import deploy_verb, rollback_verb
 from visionfast.cli_serve import serve_verb
 from visionfast.errors import ArtifactError, BackendUnavailableError, OptionError, ServerError
-from visionfast.serving.pipelines import wants_cache
+from visionfast.serving.pipelines import model_folders, wants_cache
 from visionfast.serving.ports import free_endpoints
 from visionfast.serving.processes import how_ended
 from visionfast.serving.run_folder import RunFolder, remove_leftovers
@@ -345,6 +345,17 @@ def test_pipelines_that_are_none(engine_home: Path, tiny: Path, tmp_path: Path) 
         Server([tiny, "one"])
     with pytest.raises(OptionError, match="expected at least one"):
         Server([])
+
+
+def test_the_steps_of_an_ensemble_alone_are_no_pipeline(tmp_path: Path) -> None:
+    place = tmp_path / "photos"
+    for model in ("photos", "photos_engine"):
+        (place / model / "1").mkdir(parents=True)
+        (place / model / "config.pbtxt").write_text("")
+    assert list(model_folders([place])) == ["photos", "photos_engine"]
+    (place / "photos" / "config.pbtxt").unlink()
+    with pytest.raises(ArtifactError, match=r"photos/photos: damaged: expected a config\.pbtxt in it; deploy"):
+        model_folders([place])
 
 
 def test_every_option_of_serve_that_the_page_names_exists() -> None:

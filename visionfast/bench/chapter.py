@@ -14,6 +14,7 @@ from visionfast.bench.records import Record, Scenario
 from visionfast.bench.report_tables import NOT_COMPARED
 from visionfast.bench.scaling import Curve
 from visionfast.bench.waterfall import Waterfall, waterfall
+from visionfast.terminal import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +84,8 @@ def pictures(chapter: Chapter) -> Iterator[tuple[str, str, Callable[[], Figure]]
 
 
 def _parts_ms(record: Record, key: str, scenario: Scenario) -> dict[str, float]:
-    return {part: ns / 1e6 for part, ns in breakdown(record.samples[key, scenario]).parts_ns.items() if ns > 0}
+    parts_ns = breakdown(record.samples[key, scenario]).parts_ns
+    return {one_line(part): ns / 1e6 for part, ns in parts_ns.items() if ns > 0}
 
 
 def _slow_first(parts: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:

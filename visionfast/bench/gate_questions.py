@@ -130,7 +130,7 @@ def questions(baseline: Record, current: Record, key: str, scenario: Scenario, t
     """All questions about one system in one scenario: the whole, its tail, and every stage that was there before."""
     pair = (baseline.samples[key, scenario], current.samples[key, scenario])
     controls = _control_sides(baseline, current, scenario)
-    mean_ns = float(pair[0].answered.latency_ns.mean())
+    mean_ns = _mean_ns(pair[0], None)
     for part in (*WHOLE, *(stage for stage in pair[0].stage_ns if stage not in _WAITS)):
         is_whole = part in WHOLE
         stage = None if is_whole else part
@@ -157,6 +157,8 @@ def _utilisation(samples: Samples) -> float:
 
 def _mean_ns(samples: Samples, stage: str | None) -> float:
     answered = samples.answered
+    if not len(answered):
+        return 0.0
     if stage is None:
         return float(answered.latency_ns.mean())
     column = answered.stage_ns.get(stage)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -302,6 +303,8 @@ def _record(where: str, stored: _StoredRecord) -> Record:
     keys = [system.key for system in stored.systems]
     if len(set(keys)) < len(keys):
         raise ArtifactError(f"{where}.systems: expected each key once, got {', '.join(keys)}")
+    if not stored.systems or not stored.inputs:
+        raise ArtifactError(f"{where}: expected somebody who was measured, and on something; got nobody or nothing")
     harness_ns = {decode(Scenario, name, f"{where}.harness_ns"): spent for name, spent in stored.harness_ns.items()}
     samples: dict[tuple[str, Scenario], Samples] = {}
     for i, one in enumerate(stored.samples):
@@ -333,6 +336,8 @@ def _checked(at: str, one: _StoredSamples, inputs: int) -> Samples:
     made = Samples(**columns, failed=np.array(one.failed, np.bool_), stage_ns=stage_ns, settings=one.settings)
     if len(made) and not (made.input.min() >= 0 and made.input.max() < inputs):
         raise ArtifactError(f"{at}.input: expected numbers of the {inputs} inputs, got one that is none")
+    if not all(0 < value < math.inf for value in one.settings.values()):
+        raise ArtifactError(f"{at}.settings: expected numbers above 0, got {one.settings}")
     if (made.due_ns > made.begun_ns).any() or (made.begun_ns > made.done_ns).any():
         raise ArtifactError(f"{at}: expected due_ns ≤ begun_ns ≤ done_ns in every row, got one that is otherwise")
     return made

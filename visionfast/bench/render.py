@@ -6,7 +6,9 @@ import math
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from visionfast.bench.gate import Verdict
 from visionfast.bench.load import QUIET
@@ -29,7 +31,8 @@ def show_record(record: Record) -> None:
     gpu = "" if facts.get("gpu", "none") == "none" else f", {facts['gpu']}"
     out.print(f"{facts.get('cpu', 'unknown processor')}, {facts.get('cpus', '?')} processors{gpu}", markup=False)
     names = ", ".join(f"{i.name} ({i.image_hw[1]}×{i.image_hw[0]})" for i in record.inputs)
-    out.print(f"{len(record.inputs)} images: {one_line(names)}", markup=False)
+    images = f"{len(record.inputs)} image{'' if len(record.inputs) == 1 else 's'}"
+    out.print(f"{images}: {one_line(names)}", markup=False)
     of_scenario: dict[Scenario, list[Summary]] = {}
     for summary in summaries(record):
         of_scenario.setdefault(summary.scenario, []).append(summary)
@@ -44,6 +47,7 @@ def show_record(record: Record) -> None:
         for summary in found:
             if len(parts := summary.parts.parts_ns) > 2:
                 shown = ", ".join(f"{name} {_ms(spent)}" for name, spent in parts.items())
+                shown = one_line(shown)  # a stage is what a system calls so
                 out.print(f"  {summary.system}: mean {_ms(summary.parts.total_ns)} ms = {shown}", markup=False)
             if summary.remarks and record.system(summary.system).kind != "control":
                 out.print(f"  {summary.system}: {'; '.join(summary.remarks)}", markup=False)
@@ -63,7 +67,7 @@ def _table(record: Record, found: list[Summary]) -> Table:
     for summary in found:
         shown = [_percentile(summary.latency_ns[percent]) for percent in PERCENTS]
         requests = str(len(record.samples[summary.system, summary.scenario]))
-        name = one_line(record.system(summary.system).name)
+        name = Text(one_line(record.system(summary.system).name))  # no markup
         table.add_row(name, requests, *shown, f"{summary.throughput.per_s:.1f}")
     return table
 
@@ -81,7 +85,9 @@ def _ms(spent_ns: float) -> str:
 def _over_bare(record: Record, scenario: Scenario) -> str:
     """What visionfast adds to its engine; nothing of an engine that is not right."""
     pair = [(key, scenario) for key in ("visionfast", "bare")]
-    if any(key not in record.samples for key in pair) or record.system("visionfast").details["certificate"] == "failed":
+    if any(key not in record.samples for key in pair):
+        return ""
+    if record.system("visionfast").details.get("certificate") == "failed":
         return ""
     found = ratio(*paired(record.samples[pair[0]], record.samples[pair[1]]))
     between = "" if math.isnan(found.low) else f" ({found.low:.3f}–{found.high:.3f})"
@@ -99,14 +105,14 @@ def _disturbance(record: Record) -> str:
 def show_verdict(verdict: Verdict, name: str) -> None:
     """Every question's answer, and the verdict in one line."""
     out = _console()
-    table = Table("against " + one_line(name), "part", "ratio", "at least", "limit", "", box=None)
+    table = Table(escape("against " + one_line(name)), "part", "ratio", "at least", "limit", "", box=None)
     for column in table.columns[2:5]:
         column.justify = "right"
     for f in verdict.findings:
         mark = "slower" if f.is_slower and not verdict.withheld else ""
-        table.add_row(f.scenario, f.part, f"{f.ratio:.3f}", f"{f.low:.3f}", f"{f.limit:.2f}", mark)
+        table.add_row(f.scenario, Text(one_line(f.part)), f"{f.ratio:.3f}", f"{f.low:.3f}", f"{f.limit:.2f}", mark)
     out.print(table)
     for note in verdict.notes:
         out.print(f"note: {one_line(note)}", markup=False)
-    stage = f"; it is {verdict.stage}" if verdict.status == "slower" and verdict.stage else ""
+    stage = f"; it is {one_line(verdict.stage)}" if verdict.status == "slower" and verdict.stage else ""
     out.print(f"{verdict.status}{stage}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from visionfast.bench.server_rate import highest_rate, keeps
 from visionfast.bench.statistics import percentile
 from visionfast.bench.systems import NullSystem, SystemUnderTest
 from visionfast.errors import OptionError
+from visionfast.whole_numbers import MAX_THREADS, checked_whole
 
 __all__ = ["Progress", "harness_ns", "measure"]
 
@@ -92,19 +94,26 @@ def measure(
     keys = [system.system.key for system in systems]
     if not systems or len(set(keys)) < len(keys) or not inputs:
         raise OptionError(f"measure: expected systems of different keys and an input, got {', '.join(keys) or 'none'}")
-    if not (seconds > 0 and warmup >= 1 and (rate_per_s is None or rate_per_s > 0)):
-        raise OptionError(f"measure: expected more than 0 seconds, warmups and requests a second, got {seconds}")
+    for what, value in (
+        ("seconds", seconds),
+        ("warmups", warmup),
+        ("requests a second", rate_per_s),
+        ("milliseconds of the bound", bound_ms),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise OptionError(f"measure: expected more than 0 {what}, got {value:g}")
+    streams = _checked_streams(streams)
     tell = progress or (lambda text: None)
     load, before = OtherLoad(), environment()
     tell("harness")
-    harness = harness_ns(streams or machine.usable_cpus(), [s for s in SCENARIOS if s in scenarios])
+    harness = harness_ns(streams, [s for s in SCENARIOS if s in scenarios])
     tell("warm-up")
     alone_ns = {s.system.key: _warmed(s, inputs, max(2, warmup)) for s in systems}
     if not all_inputs:
         inputs = inputs[: max(1, int(seconds * 1e9 / _FEWEST_ROUNDS / sum(alone_ns.values())) - 1)]  # 1: untimed
     # Once about each: what is asked for again later has been seen then, and what a picture costs is known.
     alone_ns = {s.system.key: _warmed(s, inputs, len(inputs)) for s in systems}
-    run = _Run(systems, inputs, alone_ns, seconds, streams or machine.usable_cpus(), seed)
+    run = _Run(systems, inputs, alone_ns, seconds, streams, seed)
     samples: dict[tuple[str, Scenario], Samples] = {}
     for scenario in scenarios:
         tell(scenario)
@@ -123,13 +132,16 @@ def measure(
     )
 
 
-def harness_ns(streams: int, scenarios: Sequence[Scenario], *, requests: int = 1000) -> dict[Scenario, int]:
+def harness_ns(streams: int | None, scenarios: Sequence[Scenario], *, requests: int = 1000) -> dict[Scenario, int]:
     """What the harness takes of a request, in each scenario, nanoseconds: of a system that answers at once.
 
     Where requests follow one another it is what they take in all; where several are under way, the median of their
     latency, in which a thread has to wake up.
+
+    Raises:
+        OptionError: `streams` is out of its range.
     """
-    null = NullSystem()
+    streams, null = _checked_streams(streams), NullSystem()
     order = [0] * requests
     found: dict[Scenario, int] = {}
     for scenario in scenarios:
@@ -147,6 +159,11 @@ def harness_ns(streams: int, scenarios: Sequence[Scenario], *, requests: int = 1
         latency = percentile([row.done_ns - row.due_ns for row in rows], 50).value
         found[scenario] = int(latency) if waited else spent // len(rows)
     return found
+
+
+def _checked_streams(streams: int | None) -> int:
+    """Requests at a time, each on a thread of its own; one a processor where nothing is said."""
+    return machine.usable_cpus() if streams is None else checked_whole("streams", streams, MAX_THREADS)
 
 
 def _nothing(number: int) -> bytes:
@@ -182,12 +199,15 @@ class _Run:
         blocks: dict[str, _Blocks] = {s.system.key: [] for s in self.systems}
         asked = {s.system.key: self._asked(s, scenario) for s in self.systems}
         repeats = int(self.seconds * 1e9 / _ROUNDS / (sum(self.alone_ns.values()) * len(self.inputs)))
+        count = max(1, repeats) * len(self.inputs)
+        if scenario == "offline":  # each thread gets one, also of a slow system that is asked about a single image
+            count = max(count, self.streams)
         shuffled = random.Random(f"{self.seed} {scenario}")
         began = monotonic()
         for number in itertools.count():
             if number >= 8 and monotonic() - began > self.seconds:
                 break
-            order = self._order(shuffled, max(1, repeats) * len(self.inputs))
+            order = self._order(shuffled, count)
             for key in shuffled.sample(list(asked), len(asked)):
                 blocks[key].append((number, asked[key](order)))
         return {

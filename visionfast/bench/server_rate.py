@@ -12,6 +12,7 @@ BOUND_PERCENT = 99.0
 """Of the requests, those that must be answered within the bound."""
 
 _WINDOWS = 6
+_LEAST_SHARE = 1 / 8
 _WINDOW_SHARE = 1 / 6  # of the scenario's seconds
 
 
@@ -30,7 +31,8 @@ def keeps(samples: Samples, bound_ns: float) -> bool:
 def highest_rate(
     window: Callable[[float, float], Samples], capacity_per_s: float, bound_ns: float, seconds: float
 ) -> float:
-    """Halves the range between nothing and all that the system can do, six times.
+    """Halves the range between nothing and all that the system can do, six times, or until an eighth of it is too much:
+    then it is not waiting that breaks the bound, and slower still would only take longer.
 
     Args:
         window: (rate a second, seconds) → its requests' samples.
@@ -48,4 +50,6 @@ def highest_rate(
             low = rate
         else:
             high = rate
+            if high <= capacity_per_s * _LEAST_SHARE:
+                break
     return low or high

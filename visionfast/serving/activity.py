@@ -93,9 +93,13 @@ def activity_between(before: Scrape, after: Scrape) -> Activity:
     interval_s = after.taken_s - before.taken_s
     assert interval_s > 0, "the second is taken after the first"
     steps = _steps(after)
+    try:
+        models = {model: _model(before, after, model, (model, *steps[model]), interval_s) for model in sorted(steps)}
+    except (LookupError, ValueError, OverflowError) as error:  # a label that is not there, a number that is none
+        raise ServerError(f"expected a Triton server's metrics, got others of the same names ({error!r})") from error
     return Activity(
         interval_s,
-        {model: _model(before, after, model, (model, *steps[model]), interval_s) for model in sorted(steps)},
+        models,
         _gauge(after, "nv_cpu_utilization"),
         _gauge(after, "nv_cpu_memory_used_bytes"),
         _gauge(after, "nv_cpu_memory_total_bytes"),

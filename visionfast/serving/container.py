@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -16,6 +17,9 @@ IMAGE = "nvcr.io/nvidia/tritonserver:26.10-py3"
 in it decides whether it loads a plan: docs/serve-nvidia.md."""
 
 DOCKERFILE = "Dockerfile"
+
+_SERVED, _PROGRAM = "/served", "/usr/local/bin/serve-models"
+"""In the container: the models that are served, as links, and what starts the server with them."""
 
 _RUNTIMES = {"tensorrt": "tensorrt-cu13", "tensorrt-rtx": "tensorrt-rtx-cu13"}
 
@@ -41,6 +45,11 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # OpenCV's libraries.
 RUN apt-get update && apt-get install -y --no-install-recommends libgl1 libglib2.0-0 && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir {wanted}
+# A pipeline's versions may be of different layouts, so of different models. Those of the version that is served have a
+# configuration; one without would keep the server from starting.
+RUN printf '%s\\n' '#!/bin/sh' 'rm -rf {_SERVED} && mkdir {_SERVED}' \\
+    'for config in /models/*/config.pbtxt; do ln -s "${{config%/*}}" {_SERVED}/; done' \\
+    'exec tritonserver --model-repository={_SERVED} "$@"' > {_PROGRAM} && chmod 755 {_PROGRAM}
 """
 
 
@@ -53,12 +62,13 @@ def commands(repository: Path, *, gpu: bool, cache: bool = False) -> tuple[str, 
         cache: with a response cache of 64 MiB.
     """
     folder = repository.resolve()
-    served = f"visionfast-{folder.name.lower()}"
+    # An image's name has one of its separators at a time, and none at its end.
+    served = f"visionfast-{re.sub('[._-]{2,}', '-', folder.name.lower()).rstrip('._-')}"
     build = f"docker build --tag {served} - < {shlex.quote(str(folder / DOCKERFILE))}"
     # The Python stages get their tensors through /dev/shm, of which a container has 64 MiB by itself.
     options = f"--rm --init {'--gpus all ' if gpu else ''}--shm-size 1g"
     ports = " ".join(f"-p 127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002))
-    server = "tritonserver --model-repository=/models --disable-auto-complete-config"
+    server = f"{Path(_PROGRAM).name} --disable-auto-complete-config"
     if cache:
         server += " --cache-config=local,size=67108864"
     run = f"docker run {options} {ports} -v {shlex.quote(f'{folder}:/models:ro')} {served} {server}"

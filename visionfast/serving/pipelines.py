@@ -43,6 +43,9 @@ def _models_in(reference: str | os.PathLike[str]) -> list[Path]:
     try:
         # What is being written, or was when something failed, has a dot in front.
         folders = [p for p in path.resolve().iterdir() if (p / _CONFIG).is_file() and not p.name.startswith(".")]
+        own = path.resolve() / path.resolve().name
+        if folders and own.is_dir() and own not in folders:  # its steps alone answer nobody
+            raise ArtifactError(f"{own}: damaged: expected a {_CONFIG} in it; deploy the engine again")
         if folders:
             return sorted(folders)
         if (path / _CONFIG).is_file():

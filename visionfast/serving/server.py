@@ -24,7 +24,7 @@ from visionfast.serving.pipelines import model_folders, wants_cache
 from visionfast.serving.ports import free_endpoints
 from visionfast.serving.processes import Stage, how_ended, stages_of
 from visionfast.serving.run_folder import RunFolder, remove_leftovers
-from visionfast.serving.server_log import ServerLog, reason
+from visionfast.serving.server_log import ServerLog, missing_code, reason
 from visionfast.serving.server_questions import forget_dead_clients, is_ready
 from visionfast.serving.tritonserver import Endpoints, command, environment, find_installation, link_backends
 
@@ -279,6 +279,8 @@ class Server:
         while not self._is_ready() and not self._stops_asked:
             if (how := how_ended(self._process.pid)) is not None:
                 raise self._error(reason(self._log.written()) or f"the server {how} before it was ready")
+            if (missing := missing_code(self._log.written())) is not None:
+                raise self._error(missing)
             if time.monotonic() > ends:
                 raise self._error(f"{', '.join(self.models)}: not ready within {self._ready_timeout_s:g} s")
             time.sleep(0.05)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from visionfast.errors import ServerError
 
-__all__ = ["ServerLog", "reason"]
+__all__ = ["ServerLog", "missing_code", "reason"]
 
 _LIBRARY = re.compile(r"error while loading shared libraries: ([^\s:]+)")
 _FAILED = re.compile(r"failed to load '([^']+)' version (\d+): (?:[A-Z][a-z]+(?: [a-z]+)*: )?(.*)", re.DOTALL)
@@ -20,6 +20,7 @@ _POLL = re.compile(r"Poll failed for model directory '([^']+)': (.*)")
 _PORT = re.compile(r"Socket '([^']+)' already in use")
 _BACKEND = re.compile(r"unable to find backend library for backend '([^']+)'")
 _OPTION = re.compile(r"^\S+: (?:unrecognized )?option '--")
+_NO_CODE = re.compile(r"Failed to preinitialize Python stub: Python (model file not found in '[^']+')")
 _QUOTED = re.compile(r'^E\d{4} [\d:.]+ \d+ [\w.]+:\d+\] "(.*)"$')
 
 
@@ -94,6 +95,12 @@ class ServerLog:
 
     def __str__(self) -> str:
         return f" (log: {self.path})"
+
+
+def missing_code(log: str) -> str | None:
+    """That a model's model.py is not there, for which Triton 2.51 waits without end; None: nothing of it in the log."""
+    found = _NO_CODE.search(log)
+    return None if found is None else f"{found[1]}; deploy the engine again"
 
 
 def reason(log: str) -> str | None:

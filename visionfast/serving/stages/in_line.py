@@ -10,6 +10,8 @@ several lines, so that what is quick need not wait for what takes long: each has
 from __future__ import annotations
 
 import json
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,11 +67,29 @@ class _Waiting:
         self.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
+def _end_with_server() -> None:
+    """Ends this process when the server is gone, however it went.
+
+    NVIDIA's stub (pytriton 0.7.0) looks after that itself, but with an answer or a figure on its way to the server it
+    waits for itself, for ever. (PR_SET_PDEATHSIG would be of the server's thread that loads models, which ends.)
+    """
+    server = os.pidfd_open(os.getppid())
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(server, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="server's end", daemon=True).start()
+
+
 def in_line(stage: type[StageModel]) -> type[StageModel]:
     """The stage, with a line in front of it."""
 
     class TritonPythonModel:
         def initialize(self, args: Mapping[str, str]) -> None:
+            _end_with_server()
             config = json.loads(args["model_config"])
             parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
             told, spec = json.loads(parameters["line"]), manifest_of(parameters).spec
@@ -108,7 +128,7 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 if isinstance(error := guarded(self._join, waiting), VisionfastError):
                     self._metrics.leave(None)
                     self._metrics.count(kind_of(error))
-                    waiting.send(refused(error))
+                    guarded(waiting.send, refused(error))
             self._tell()
             return [None] * len(requests)
 
@@ -141,7 +161,9 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
 
         def _work(self, line: Line[_Waiting]) -> None:
             while (turn := line.turn()) is not None:
-                self._answer(turn)
+                # Where an answer cannot be sent (no room in /dev/shm, say), its sender takes nothing in its place, and
+                # the client's own time ends it (Triton 2.51). The others are answered: this is their only thread.
+                guarded(self._answer, turn)
                 line.done()
                 self._tell()
 
@@ -150,7 +172,7 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 self._metrics.leave(turn.begun_ns - place.received_ns)
             for place in turn.late:
                 self._metrics.count("deadline")
-                place.item.send(refused(late_error(place, turn.begun_ns)))
+                self._send(place, refused(late_error(place, turn.begun_ns)))
             if not turn.batch:
                 return
             answers = guarded(self._stage.execute, [place.item for place in turn.batch])
@@ -159,7 +181,14 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                     self._metrics.count(kind_of(answers))
                 answers = [refused(answers)] * len(turn.batch)
             for place, answer in zip(turn.batch, answers, strict=True):
+                self._send(place, answer)
+
+        def _send(self, place: Place[_Waiting], answer: Any) -> None:
+            def send() -> None:
                 place.item.send(self._with_deadline(answer, place) if self._gives_deadline else answer)
+
+            if isinstance(error := guarded(send), VisionfastError):
+                self._metrics.count(kind_of(error))
 
         def _with_deadline(self, answer: Any, place: Place[_Waiting]) -> Any:
             if answer.has_error():

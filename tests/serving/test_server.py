@@ -372,7 +372,9 @@ def test_a_model_whose_code_is_missing_is_not_waited_for(tiny: Path, temporary: 
     (tiny / "tiny" / "1" / "model.py").unlink()
     began = time.monotonic()
     with (
-        pytest.raises(ServerError, match=r"^model file not found in '.*/tiny/1/model\.py'; deploy the engine again \(log: "),
+        pytest.raises(
+            ServerError, match=r"^model file not found in '.*/tiny/1/model\.py'; deploy the engine again \(log: "
+        ),
         Server(tiny, **_FREE),
     ):
         pass

@@ -85,7 +85,7 @@ def deploy(
     folder = artifacts.find_engine(engine, usable=_for_a_gpu if target == "nvidia" else runs_here)
     manifest = artifacts.read_manifest(folder, verify=True)
     pipeline = pipeline_of(
-        _checked_name(manifest.spec.name if name is None else name), manifest.spec, layout, target=target, engine_backend=engine_backend
+        _checked_name(name or manifest.spec.name), manifest.spec, layout, target=target, engine_backend=engine_backend
     )
     if scheduling is not None and scheduling.cache:
         pipeline = behind_a_cache(pipeline)

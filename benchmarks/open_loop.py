@@ -77,6 +77,8 @@ class Generator:
         try:
             # The server is not told that it is too late (see `serving.client_grpc`).
             asked = asyncio.ensure_future(self._call(messages[number % len(messages)], timeout=patience_s + 60))
+            # What comes of one that was given up is nobody's; asyncio would print it otherwise.
+            asked.add_done_callback(lambda task: task.cancelled() or task.exception())
             done, _ = await asyncio.wait([asked], timeout=max(0.001, patience_s))
             outcome = ("answered" if asked.result() else "failed") if done else "given up"
         except grpc.RpcError as error:

@@ -120,11 +120,17 @@ def _served(folder: Path, opened: contextlib.ExitStack) -> list[Entrant]:
     pipelines.append(deploy(folder, name="cached", scheduling=Scheduling(cache=True)))
     server = opened.enter_context(Server(pipelines, http=0, grpc=0, metrics=0))
     clients = [opened.enter_context(vf.Client(server.grpc_url, path.name)) for path in pipelines]
+    clients.append(opened.enter_context(vf.Client(server.http_url, "fused")))
     calls = [lambda encoded, client=client: client(encoded)[0] for client in clients]
-    names = ("Triton, fused, gRPC", "Triton, ensemble, gRPC", "Triton, a cache hit, gRPC")
+    names = {
+        "fused": "Triton, fused, gRPC",
+        "ensemble": "Triton, ensemble, gRPC",
+        "cached": "Triton, a cache hit, gRPC",
+        "fused-http": "Triton, fused, HTTP",
+    }
     return [
-        Entrant(path.name, name, call, call, throughput=path.name != "cached")
-        for path, name, call in zip(pipelines, names, calls, strict=True)
+        Entrant(key, name, call, call, throughput=key in LAYOUTS)
+        for (key, name), call in zip(names.items(), calls, strict=True)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,18 @@ from visionfast import machine
 # Without a CUDA device, Triton's kernels run in its interpreter; it is asked for before a kernel is first imported.
 if not machine.gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes and little work comes first, so that it is not what all wait for in the end."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> None:
+    """Ctrl-C is Python's own when a test begins. Some library leaves the system's default behind at times, with which
+    a test that presses it ends the whole process; which one was not found out yet."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _shared_data() -> Path | None:

@@ -500,6 +500,7 @@ def test_a_file_with_wrong_bytes_opens_or_says_why(small_pt: bytes, tmp_path: Pa
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # of pickletools
 def test_a_pickle_with_wrong_bytes_opens_or_says_why(small_pt: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """The archive is put together anew, so that its checksums do not catch the damage first."""
     with zipfile.ZipFile(io.BytesIO(small_pt)) as whole:

@@ -42,6 +42,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     return Context(host, TINY, Subjects(host, TINY, [], tmp_path_factory.mktemp("scratch")), 1, Deadline(600), 1e9)
 
 
+@pytest.mark.slow  # a minute and a half
 @rehearsed
 def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"

@@ -178,7 +178,7 @@ def coco(shared_data: Path) -> Path:
 @pytest.mark.parametrize(
     ("weights", "options", "least"),
     [
-        ("yolov8n-coco.pt", {}, {"boxes": 0.40}),
+        pytest.param("yolov8n-coco.pt", {}, {"boxes": 0.40}, marks=pytest.mark.slow),
         ("yolov8n-coco.pt", {"reference": "naive", "limit": 5}, {"boxes": 0.30}),
         ("yolov8n-seg-coco.pt", {"limit": 5}, {"boxes": 0.30, "masks": 0.25}),
     ],

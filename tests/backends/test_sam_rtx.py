@@ -29,7 +29,11 @@ pytestmark = pytest.mark.skipif(
     reason="TensorRT-RTX is not installed: pip install 'visionfast[tensorrt-rtx]'",
 )
 
-KINDS = ("mobile_sam", "sam2.1_hiera_tiny", pytest.param("sam_vit_b", marks=pytest.mark.slow))  # a minute, once
+KINDS = (
+    "mobile_sam",
+    pytest.param("sam2.1_hiera_tiny", marks=pytest.mark.slow),
+    pytest.param("sam_vit_b", marks=pytest.mark.slow),  # a minute, once
+)
 _PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum")
 
 

@@ -81,6 +81,7 @@ def test_an_embedder(tmp_path: Path, photographs: list[Path]) -> None:
     bare.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_segmenter(
     sam_checkpoint: Callable[[str], Path], built_engine: Callable[..., Path], photographs: list[Path]
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from visionfast.embedder import Embedder
 from visionfast.errors import ImageError, VisionfastError
 from visionfast.results import unit_vectors
+from visionfast.serving.stages.answers import Asked
 from visionfast.serving.stages.metrics import StageMetrics, kind_of
 from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
 from visionfast.serving.stages.steps import SAMPLE
@@ -20,14 +21,6 @@ from visionfast.sessions.embeddings import Embedded
 __all__ = ["TritonPythonModel"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One image, and how its request wants it answered."""
-
-    image: bytes | ImageError
-    options: Mapping[str, Any]
-
-
 class TritonPythonModel:
     """What the server's Python backend looks for."""
 
@@ -35,7 +28,7 @@ class TritonPythonModel:
         self._deployed = deployed = Deployed.of(args)
         self._metrics = StageMetrics.of(args, stages=stages_of("embed"))
         self._engines = _Engines(deployed)
-        warm = _Asked(SAMPLE, {**deployed.options, "patches": True})
+        warm = Asked(SAMPLE, {**deployed.options, "patches": True})
         self._engines.on_all(lambda embedder: self._embed(embedder, [warm]))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -60,11 +53,11 @@ class TritonPythonModel:
         self._engines.close()
         self._metrics.close()
 
-    def _read(self, request: Any) -> list[_Asked]:
+    def _read(self, request: Any) -> list[Asked]:
         options = self._deployed.options_of(request)
-        return [_Asked(image, options) for image in images_of(request)]
+        return [Asked(image, options) for image in images_of(request)]
 
-    def _embed(self, embedder: Embedder, images: Sequence[_Asked]) -> list[Embedded | ImageError]:
+    def _embed(self, embedder: Embedder, images: Sequence[Asked]) -> list[Embedded | ImageError]:
         """At most a batch of the engine's."""
         session = embedder.session
         answers: dict[int, Embedded | ImageError] = {}
@@ -122,7 +115,7 @@ class _Engines:
             )
         self._pool = ThreadPoolExecutor(self._streams, thread_name_prefix="lane")
 
-    def each(self, calls: Sequence[Sequence[_Asked]], work: Any) -> list[Any]:
+    def each(self, calls: Sequence[Sequence[Asked]], work: Any) -> list[Any]:
         """`work` on every call, in order; what it raises stands in the call's place."""
         # One that is left over when the streams are through has all threads.
         alone = len(calls) if self._streams == 1 else int(len(calls) % self._streams == 1)

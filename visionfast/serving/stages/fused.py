@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from visionfast.errors import ImageError, VisionfastError
 from visionfast.results import Detections
+from visionfast.serving.stages.answers import Asked, refuse, respond
 from visionfast.serving.stages.lanes import Lane, Lanes
-from visionfast.serving.stages.metrics import StageMetrics, kind_of
-from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
+from visionfast.serving.stages.metrics import StageMetrics
+from visionfast.serving.stages.requests import Deployed, guarded, images_of
 from visionfast.serving.stages.steps import SAMPLE, objects_in, place
-from visionfast.serving.wire import pack_answers
 from visionfast.types import Letterbox
 
 __all__ = ["TritonPythonModel"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One image, and how its request wants it answered."""
-
-    image: bytes | ImageError
-    options: Mapping[str, Any]
 
 
 class TritonPythonModel:
@@ -34,7 +26,7 @@ class TritonPythonModel:
         self._task = deployed.manifest.spec.task
         self._lanes = Lanes(deployed.folder, deployed.manifest, threads=deployed.threads, max_batch=deployed.max_batch)
         options = {"num_classes": len(deployed.manifest.spec.class_names), **deployed.options}
-        self._lanes.on_all(lambda lane: self._answer(lane, [_Asked(SAMPLE, options)]))
+        self._lanes.on_all(lambda lane: self._answer(lane, [Asked(SAMPLE, options)]))
         self._metrics = StageMetrics.of(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -49,7 +41,9 @@ class TritonPythonModel:
             for answer in ([some] * len(call) if isinstance(some, VisionfastError) else some)
         )
         return [
-            self._refuse(some) if isinstance(some, VisionfastError) else self._respond([next(answers) for _ in some])
+            refuse(some, self._metrics)
+            if isinstance(some, VisionfastError)
+            else respond([next(answers) for _ in some], self._task, self._metrics)
             for some in asked
         ]
 
@@ -57,11 +51,11 @@ class TritonPythonModel:
         self._metrics.close()
         self._lanes.close()
 
-    def _read(self, request: Any) -> list[_Asked]:
+    def _read(self, request: Any) -> list[Asked]:
         options = self._deployed.options_of(request)
-        return [_Asked(image, options) for image in images_of(request)]
+        return [Asked(image, options) for image in images_of(request)]
 
-    def _answer(self, lane: Lane, images: Sequence[_Asked]) -> list[Detections | ImageError]:
+    def _answer(self, lane: Lane, images: Sequence[Asked]) -> list[Detections | ImageError]:
         """At most a batch of the engine's."""
         answers: list[Detections | ImageError | None] = [None] * len(images)
         placed: dict[int, tuple[Letterbox, dict[str, int]]] = {}
@@ -77,20 +71,3 @@ class TritonPythonModel:
                 stage_ns |= {"engine": engine_ns // len(placed), "postprocess": objects_ns}
                 answers[slot] = replace(found, stage_ns=stage_ns)
         return [answer for answer in answers if answer is not None]
-
-    def _respond(self, answers: Sequence[Detections | VisionfastError]) -> Any:
-        own: list[Detections | ImageError] = []
-        for answer in answers:
-            if isinstance(answer, VisionfastError) and not isinstance(answer, ImageError):
-                return self._refuse(answer)
-            own.append(answer)
-        for answer in own:
-            if isinstance(answer, ImageError):
-                self._metrics.count(answer.kind)
-            else:
-                self._metrics.observe(answer.stage_ns)
-        return response_of(pack_answers(own, self._task))
-
-    def _refuse(self, error: VisionfastError) -> Any:
-        self._metrics.count(kind_of(error))
-        return refused(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from visionfast.loading import load_graphs
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
 from visionfast.serving.options import options_of_request
-from visionfast.serving.stages.metrics import StageMetrics, kind_of
-from visionfast.serving.stages.requests import Deployed, guarded, images_of, refused, response_of
+from visionfast.serving.stages.answers import Asked, refuse, respond
+from visionfast.serving.stages.metrics import StageMetrics
+from visionfast.serving.stages.requests import Deployed, guarded, images_of
 from visionfast.serving.stages.steps import SAMPLE
-from visionfast.serving.wire import pack_answers
 from visionfast.sessions.cuda import CudaSession
 from visionfast.sessions.opening import open_session
 from visionfast.types import EngineManifest
@@ -46,14 +46,6 @@ def _other(answer: Detections | ImageError, found: Detections | None) -> Detecti
     return answer if found is None else replace(found, stage_ns=answer.stage_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One image, and how its request wants it answered."""
-
-    image: bytes | ImageError
-    options: Mapping[str, Any]
-
-
 class TritonPythonModel:
     """What the server's Python backend looks for."""
 
@@ -64,7 +56,7 @@ class TritonPythonModel:
         index = int(args["model_instance_device_id"])
         self._session = open_on_gpu(deployed.folder, deployed.manifest, index, self._usual, deployed.limits)
         self._metrics = StageMetrics.of(args)
-        self._answer([_Asked(SAMPLE, self._usual)])
+        self._answer([Asked(SAMPLE, self._usual)])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         asked = [guarded(self._read, request) for request in requests]
@@ -77,7 +69,9 @@ class TritonPythonModel:
             answers += [some] * len(call) if isinstance(some, VisionfastError) else some
         each = iter(answers)
         return [
-            self._refuse(some) if isinstance(some, VisionfastError) else self._respond([next(each) for _ in some])
+            refuse(some, self._metrics)
+            if isinstance(some, VisionfastError)
+            else respond([next(each) for _ in some], self._task, self._metrics)
             for some in asked
         ]
 
@@ -85,11 +79,11 @@ class TritonPythonModel:
         self._metrics.close()
         self._session.close()
 
-    def _read(self, request: Any) -> list[_Asked]:
+    def _read(self, request: Any) -> list[Asked]:
         options = self._deployed.options_of(request)
-        return [_Asked(image, options) for image in images_of(request)]
+        return [Asked(image, options) for image in images_of(request)]
 
-    def _answer(self, asked: Sequence[_Asked]) -> list[Detections | ImageError]:
+    def _answer(self, asked: Sequence[Asked]) -> list[Detections | ImageError]:
         """At most a batch of the engine's."""
         # What came in no image's form takes no slot.
         sent = [(one.image, one.options) for one in asked if isinstance(one.image, bytes)]
@@ -98,20 +92,3 @@ class TritonPythonModel:
         found = self._session.objects_by(others) if others else {}
         each = iter(_other(answer, found.get(slot)) for slot, answer in enumerate(answered))
         return [one.image if isinstance(one.image, ImageError) else next(each) for one in asked]
-
-    def _respond(self, answers: Sequence[Detections | VisionfastError]) -> Any:
-        own: list[Detections | ImageError] = []
-        for answer in answers:
-            if isinstance(answer, VisionfastError) and not isinstance(answer, ImageError):
-                return self._refuse(answer)
-            own.append(answer)
-        for answer in own:
-            if isinstance(answer, ImageError):
-                self._metrics.count(answer.kind)
-            else:
-                self._metrics.observe(answer.stage_ns)
-        return response_of(pack_answers(own, self._task))
-
-    def _refuse(self, error: VisionfastError) -> Any:
-        self._metrics.count(kind_of(error))
-        return refused(error)

@@ -26,7 +26,6 @@ from visionfast.cli_options import listed
 from visionfast.errors import OptionError
 
 if TYPE_CHECKING:
-    from visionfast.serving.client import Client
     from visionfast.serving.client_request import Options, Priority
 
 __all__ = ["client_verb"]
@@ -65,7 +64,7 @@ def client_verb(
     offline: Annotated[bool, typer.Option("--offline", help="Nobody waits for it: others are answered first.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that one image may take.")] = 30.0,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Detector: one image after the other, and where the time of each went.")
+        bool, typer.Option("--trace", help="One image after the other, and where the time of each went.")
     ] = False,
     trace_json: Annotated[
         Path | None, typer.Option(help="The same into a file that ui.perfetto.dev and chrome://tracing open.")
@@ -97,7 +96,7 @@ def client_verb(
             crop_layers=crop_layers,
             min_area=min_area,
         ),
-        of_detector=of_detector | given(trace=trace, trace_json=trace_json),
+        of_detector=of_detector,
         of_embedder=given(shared_colours=shared_colours),
         of_sam={},
     )
@@ -109,42 +108,30 @@ def client_verb(
         asked.check(name, task, detectors=False)
         if client.certificate.status == "failed":
             print(f"visionfast: {name}: its certificate failed: it does not agree with PyTorch", file=sys.stderr)
+        traces = None
+        if trace or trace_json is not None:
+            from visionfast.waterfall import Traces
+
+            traces = Traces(shown=None if not trace else sys.stderr if json == "-" else sys.stdout, to=trace_json)
         if task == "embed":
             from visionfast.predict_served import run_served_embedder
 
             bad = run_served_embedder(
-                client, paths, priority=priority, save=save, json_to=json, shared_colours=shared_colours
+                client, paths, priority=priority, save=save, json_to=json, shared_colours=shared_colours, traces=traces
             )
         elif task == "prompt-segment":
             from visionfast.predict_served import run_served_segmenter
 
             prompts = None if everything else asked.prompts()
             bad = run_served_segmenter(
-                client, paths, prompts, asked.of_everything, priority=priority, save=save, json_to=json
+                client, paths, prompts, asked.of_everything, priority=priority, save=save, json_to=json, traces=traces
             )
         else:
+            from visionfast.predict_served import run_served_detector
+
             options: Options = {"priority": priority, **of_detector}  # type: ignore[typeddict-item]
-            bad = _detected(client, paths, options, save=save, json_to=json, trace=trace, trace_json=trace_json)
+            bad = run_served_detector(client, paths, options, save=save, json_to=json, traces=traces)
+        if traces is not None:
+            traces.end()
     if bad:
         raise typer.Exit(1)
-
-
-def _detected(
-    client: Client,
-    paths: list[Path],
-    options: Options,
-    *,
-    save: Path | None,
-    json_to: str | None,
-    trace: bool,
-    trace_json: Path | None,
-) -> int:
-    if not trace and trace_json is None:
-        from visionfast.predict_served import run_served_detector
-
-        return run_served_detector(client, paths, options, save=save, json_to=json_to)
-    from visionfast.predict_output import report
-    from visionfast.waterfall import traced_files
-
-    shown = None if not trace else sys.stderr if json_to == "-" else sys.stdout
-    return report(traced_files(client, paths, options, shown=shown, to=trace_json), paths, save=save, json_to=json_to)

@@ -3,56 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO, TypeVar
 
 from visionfast.artifacts import atomic_write
-from visionfast.errors import ImageError
-from visionfast.predict import Found
-from visionfast.serving.tracing import Span, Trace, chrome_events
+from visionfast.serving.tracing import Span, Trace, Traced, chrome_events
 from visionfast.terminal import one_line
 
-if TYPE_CHECKING:
-    from visionfast.serving.client import Client
-    from visionfast.serving.client_request import Options
+__all__ = ["Traces", "waterfall"]
 
-__all__ = ["traced_files", "waterfall"]
+_Answer = TypeVar("_Answer")
 
 _WIDTH = 32  # of the bars, characters
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def traced_files(
-    client: Client, paths: Sequence[Path], options: Options, *, shown: TextIO | None, to: Path | None
-) -> Iterator[tuple[Path, Found | ImageError]]:
-    """Every file with its answer, in order, one request at a time.
+class Traces:
+    """Of the files of a command, one request after the other: printed below each file's line, and kept for a file.
 
     Args:
-        client: of a detector.
-        paths: of images.
-        options: of a call.
-        shown: where each trace is printed.
-        to: a file for all of them, written at the end.
-
-    Raises:
-        ArtifactError: the file cannot be written.
-        OptionError, QueueFullError, DeadlineError, ServerError: as a call.
+        shown: where each is printed.
+        to: a file for all of them.
     """
-    traces: dict[str, Trace] = {}
-    for number, path in enumerate(paths):
-        try:
-            done = client.traced(path, **options)
-        except ImageError as error:
-            yield path, error
-            continue
-        yield path, Found(done.answer, client.class_names)
+
+    def __init__(self, *, shown: TextIO | None, to: Path | None) -> None:
+        self._shown, self._to = shown, to
+        self._traces: dict[str, Trace] = {}
+        self._untold: Trace | None = None
+
+    def keep(self, path: Path, done: Traced[_Answer]) -> _Answer:
+        """The answer of a file; its trace is printed before the next one's, when the answer's own line is there."""
+        self._tell()
+        self._untold = done.trace
         # The first one's connection and buffers are new.
-        traces[f"{number + 1}: {path}"] = done.trace
-        if shown is not None:
-            print(waterfall(done.trace), file=shown)
-    if to is not None:
-        atomic_write(to, json.dumps(chrome_events(traces)).encode())
+        self._traces[f"{len(self._traces) + 1}: {path}"] = done.trace
+        return done.answer
+
+    def end(self) -> None:
+        """Prints the last one and writes the file. Raises `ArtifactError` where that cannot be written."""
+        self._tell()
+        if self._to is not None:
+            atomic_write(self._to, json.dumps(chrome_events(self._traces)).encode())
+
+    def _tell(self) -> None:
+        trace, self._untold = self._untold, None
+        if trace is not None and self._shown is not None:
+            print(waterfall(trace), file=self._shown)
 
 
 def waterfall(trace: Trace) -> str:

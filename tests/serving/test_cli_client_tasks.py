@@ -78,7 +78,6 @@ def _url(small_served: Callable[[str], Served], name: str) -> str:
     [
         ("embed", ("--conf", "0.5"), "--conf: embed is for embed and takes none of the options of a detector's engine"),
         ("embed", ("--point", "3,4"), "--point: embed is for embed and takes none of the options of a SAM engine"),
-        ("embed", ("--trace",), "--trace: embed is for embed and takes none of the options of a detector's engine"),
         ("embed", ("--shared-colours",), "--shared-colours: goes with --save, whose pictures have them"),
         ("prompt", (), "prompt answers prompts: expected --point X,Y or --box X1,Y1,X2,Y2, or --everything"),
         ("prompt", ("--conf", "0.5", "--point", "3,4"), "--conf: prompt is for prompt-segment and takes none"),

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from clients import async_client_of, client_of
 from hypothesis import given
 from hypothesis import strategies as st
+from test_prompt_served import assert_same
 
 from visionfast.errors import ImageError, OptionError, ServerError
 from visionfast.serving.tracing import (
@@ -213,6 +215,80 @@ def test_on_the_command_line(served: Callable[..., Any], photographs: list[Path]
     for event in spans:
         assert event["ts"] >= 0
         assert event["ts"] + event["dur"] <= whole["dur"] + 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_other_tasks_are_traced(
+    small_served: Callable[[str], Any], photographs: list[Path], tmp_path: Path, scheme: str
+) -> None:
+    asked = {"points": [(100, 200, 1)], "multimask": True}
+    traced: list[tuple[Any, Trace]] = []
+    with client_of(small_served("embed"), scheme) as client:
+        for patches in (True, False):
+            done = client.traced_embed(photographs[0], patches=patches, normalise=True)
+            expected = client.embed(photographs[0], patches=patches, normalise=True)
+            np.testing.assert_array_equal(done.answer.cls, expected.cls[0])
+            assert (done.answer.patches is None) == (not patches)
+            traced.append((done.answer, done.trace))
+        with pytest.raises(OptionError, match="is a model for embed"):
+            client.traced(photographs[0])
+    with client_of(small_served("prompt"), scheme) as client:
+        picture = tmp_path / "new.jpg"  # the server has it not encoded yet
+        picture.write_bytes(photographs[0].read_bytes() + scheme.encode())
+        first, again = (client.traced_segment(picture, **asked) for _ in range(2))
+        for masks in (first.answer, again.answer):
+            assert_same(masks, client.segment(picture, **asked))
+        assert "encoder" in {span.name for span in first.trace.spans}
+        assert "encoder" not in {span.name for span in again.trace.spans}
+        everything = client.traced_everything(picture, points_per_side=2)
+        assert_same(everything.answer, client.everything(picture, points_per_side=2))
+        traced += [(done.answer, done.trace) for done in (first, again, everything)]
+        with pytest.raises(OptionError):
+            client.traced_segment(picture, points=[(-1, 0, 1)])
+    for answer, trace in traced:
+        assert (trace.is_cached, trace.note) == (False, "")
+        assert {span.name for span in trace.spans} >= set(answer.stage_ns)
+        assert within(trace, 1) == trace["request"].duration_ns
+        assert within(trace, 2) == trace["round trip"].duration_ns
+
+    async def ask() -> tuple[Any, ...]:
+        async with async_client_of(small_served("embed"), scheme) as other:
+            vectors = await other.traced_embed(photographs[0], normalise=True)
+        async with async_client_of(small_served("prompt"), scheme) as other:
+            return (
+                vectors,
+                await other.traced_segment(picture, **asked),
+                await other.traced_everything(picture, points_per_side=2),
+            )
+
+    vectors, masks, everything = asyncio.run(ask())
+    np.testing.assert_array_equal(vectors.answer.cls, traced[0][0].cls)
+    assert_same(masks.answer, first.answer)
+    assert [span.name for span in masks.trace.spans] == [span.name for span in again.trace.spans]
+    assert_same(everything.answer, traced[-1][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("embed", ()), ("prompt", ("--box", "10,20,300,400")), ("prompt", ("--everything",))],
+)
+def test_other_tasks_on_the_command_line(
+    small_served: Callable[[str], Any], photographs: list[Path], tmp_path: Path, name: str, options: tuple[str, ...]
+) -> None:
+    where, file = small_served(name), tmp_path / "out.json"
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    if "--everything" in options:
+        options = (*options, "--points-per-side", "2")
+    sources = [str(photographs[0]), str(tmp_path / "bad.jpg"), str(photographs[1])]
+    command = [sys.executable, "-m", "visionfast.cli", "client", where.http_url, where.name, *sources, *options]
+    command += ["--trace", "--trace-json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1, done.stderr  # of the bad one
+    lines = done.stdout.splitlines()
+    told = [next((name for name in ("bus.jpg", "zidane.jpg", "round trip") if name in line), "") for line in lines]
+    assert [one for one in told if one] == ["bus.jpg", "round trip", "zidane.jpg", "round trip"]
+    named = [event["args"]["name"] for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "M"]
+    assert named == [f"{number}: {path}" for number, path in enumerate(photographs, 1)]
 
 
 def test_events_are_those_of_the_trace() -> None:

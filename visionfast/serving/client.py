@@ -17,7 +17,6 @@ from visionfast.results import Detections, Embeddings, Masks
 from visionfast.serving.client_asking import Asking
 from visionfast.serving.client_questions import about_everything, about_objects, about_prompts, about_vectors
 from visionfast.serving.client_request import Answer, Options, Priority, encoded_image
-from visionfast.serving.client_tracing import traced
 from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
 from visionfast.sessions.embeddings import Embedded, gathered
@@ -125,10 +124,7 @@ class Client(Asking):
         Raises:
             ImageError, OptionError, QueueFullError, DeadlineError, ServerError: as for a call.
         """
-        question = about_objects(self.spec, options, on_error="raise", timeout=self._timeout)
-        if self._closed:
-            raise self._is_closed()
-        return traced(self._transport, self.model, image, question, self._timeout)
+        return self._traced(image, about_objects(self.spec, options, on_error="raise", timeout=self._timeout))
 
     # ---- embedders ------------------------------------------------------------------------------------------------
 
@@ -178,6 +174,20 @@ class Client(Asking):
         options = {"normalise": normalise, "priority": priority, "deadline_ms": deadline_ms}
         question = about_vectors(self.spec, options, patches=patches, on_error=on_error, timeout=self._timeout)
         return self._answers(images, question)
+
+    def traced_embed(
+        self,
+        image: ImageSource,
+        *,
+        patches: bool = True,
+        normalise: bool | None = None,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Traced[Embedded]:
+        """One image's vectors, and where its time went; as `traced` and `embed`."""
+        options = {"normalise": normalise, "priority": priority, "deadline_ms": deadline_ms}
+        question = about_vectors(self.spec, options, patches=patches, on_error="raise", timeout=self._timeout)
+        return self._traced(image, question)
 
     # ---- prompt segmenters ----------------------------------------------------------------------------------------
 
@@ -255,3 +265,44 @@ class Client(Asking):
         terms = {"priority": priority, "deadline_ms": deadline_ms}
         question = about_everything(self.spec, terms, everything=options, timeout=self._timeout)
         return self._one(question.request(image, None), image, question)
+
+    def traced_segment(
+        self,
+        image: ImageSource,
+        *,
+        points: Any = None,
+        boxes: Any = None,
+        mask_input: npt.NDArray[np.float32] | None = None,
+        multimask: bool | None = None,
+        logits: bool = False,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Traced[Masks]:
+        """The masks for some prompts, and where their time went; as `traced` and `segment`.
+
+        The image is sent every time; where the server has it encoded already, the trace has no `encoder`.
+        """
+        question = about_prompts(
+            self.spec,
+            {"priority": priority, "deadline_ms": deadline_ms},
+            points=points,
+            boxes=boxes,
+            mask_input=mask_input,
+            multimask=multimask,
+            logits=logits,
+            timeout=self._timeout,
+        )
+        return self._traced(image, question)
+
+    def traced_everything(
+        self,
+        image: ImageSource,
+        *,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+        **options: Any,
+    ) -> Traced[Masks]:
+        """The masks of everything in an image, and where their time went; as `traced` and `everything`."""
+        terms = {"priority": priority, "deadline_ms": deadline_ms}
+        question = about_everything(self.spec, terms, everything=options, timeout=self._timeout)
+        return self._traced(image, question)

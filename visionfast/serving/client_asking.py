@@ -13,7 +13,9 @@ from visionfast.errors import ImageError, OptionError, ServerError
 from visionfast.serving.client_model import is_unknown, not_there, served_manifest
 from visionfast.serving.client_questions import Question, SentImages
 from visionfast.serving.client_request import Request, kept
+from visionfast.serving.client_tracing import Timed, traced
 from visionfast.serving.client_transport import Address, Scheme, open_transport
+from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
 from visionfast.types import Certificate, EngineManifest, ModelSpec
 
@@ -21,6 +23,7 @@ __all__ = ["Asking", "check_settings", "listed_sources"]
 
 _Self = TypeVar("_Self", bound="Asking")
 _Answer = TypeVar("_Answer")
+_Timed = TypeVar("_Timed", bound=Timed)
 
 
 class Asking:
@@ -79,6 +82,11 @@ class Asking:
         if self._closed:
             raise self._is_closed()
         return question.only(self._transport.infer(self.model, request, question.terms.patience_s), image)
+
+    def _traced(self, image: ImageSource, question: Question[_Timed]) -> Traced[_Timed]:
+        if self._closed:
+            raise self._is_closed()
+        return traced(self._transport, self.model, image, question, self._timeout)
 
     def _answers(
         self, images: ImageSource | Sequence[ImageSource], question: Question[_Answer]

@@ -28,7 +28,7 @@ from visionfast.serving.client_questions import (
     about_vectors,
 )
 from visionfast.serving.client_request import Answer, Options, Priority, Request, encoded_image, kept
-from visionfast.serving.client_tracing import traced_async
+from visionfast.serving.client_tracing import Timed, traced_async
 from visionfast.serving.client_transport import Address, AsyncTransport, Scheme, open_async_transport
 from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient"]
 
 _Answer = TypeVar("_Answer")
+_Timed = TypeVar("_Timed", bound=Timed)
 
 
 class AsyncClient:
@@ -136,9 +137,8 @@ class AsyncClient:
 
     async def traced(self, image: ImageSource, **options: Unpack[Options]) -> Traced[Detections]:
         """As `Client.traced`."""
-        transport, spec = await self._connected()
-        question = about_objects(spec, options, on_error="raise", timeout=self._timeout)
-        return await traced_async(transport, self.model, image, question, self._timeout)
+        _, spec = await self._connected()
+        return await self._traced(image, about_objects(spec, options, on_error="raise", timeout=self._timeout))
 
     # ---- embedders ------------------------------------------------------------------------------------------------
 
@@ -186,6 +186,21 @@ class AsyncClient:
         async with contextlib.aclosing(self._each(images, question)) as answers:
             async for answer in answers:
                 yield answer
+
+    async def traced_embed(
+        self,
+        image: ImageSource,
+        *,
+        patches: bool = True,
+        normalise: bool | None = None,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Traced[Embedded]:
+        """As `Client.traced_embed`."""
+        _, spec = await self._connected()
+        options = {"normalise": normalise, "priority": priority, "deadline_ms": deadline_ms}
+        question = about_vectors(spec, options, patches=patches, on_error="raise", timeout=self._timeout)
+        return await self._traced(image, question)
 
     # ---- prompt segmenters ----------------------------------------------------------------------------------------
 
@@ -240,7 +255,51 @@ class AsyncClient:
         request = await asyncio.to_thread(question.request, image, None)
         return await self._one(request, image, question)
 
+    async def traced_segment(
+        self,
+        image: ImageSource,
+        *,
+        points: Any = None,
+        boxes: Any = None,
+        mask_input: npt.NDArray[np.float32] | None = None,
+        multimask: bool | None = None,
+        logits: bool = False,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+    ) -> Traced[Masks]:
+        """As `Client.traced_segment`."""
+        _, spec = await self._connected()
+        question = about_prompts(
+            spec,
+            {"priority": priority, "deadline_ms": deadline_ms},
+            points=points,
+            boxes=boxes,
+            mask_input=mask_input,
+            multimask=multimask,
+            logits=logits,
+            timeout=self._timeout,
+        )
+        return await self._traced(image, question)
+
+    async def traced_everything(
+        self,
+        image: ImageSource,
+        *,
+        priority: Priority = "online",
+        deadline_ms: float | None = None,
+        **options: Any,
+    ) -> Traced[Masks]:
+        """As `Client.traced_everything`."""
+        _, spec = await self._connected()
+        terms = {"priority": priority, "deadline_ms": deadline_ms}
+        question = about_everything(spec, terms, everything=options, timeout=self._timeout)
+        return await self._traced(image, question)
+
     # ---- around them ----------------------------------------------------------------------------------------------
+
+    async def _traced(self, image: ImageSource, question: Question[_Timed]) -> Traced[_Timed]:
+        transport, _ = await self._connected()
+        return await traced_async(transport, self.model, image, question, self._timeout)
 
     async def _one(self, request: Request, image: ImageSource, question: Question[_Answer]) -> _Answer:
         """The answer to the only request of a call. Raises what is wrong with its image, too."""

@@ -13,7 +13,7 @@ from visionfast.serving.client_transport import AsyncTransport, Transport
 from visionfast.serving.tracing import Measured, Sums, Traced, server_time, steps_of, sums_of, trace_of
 from visionfast.sessions import ImageSource
 
-__all__ = ["traced", "traced_async"]
+__all__ = ["Timed", "traced", "traced_async"]
 
 _BETWEEN_LOOKS_S = 0.01
 _STEADY_LOOKS = 5
@@ -22,14 +22,14 @@ _MOST_LOOKS = 100
 once they stay so."""
 
 
-class _Timed(Protocol):
+class Timed(Protocol):
     """An answer with the nanoseconds of each stage."""
 
     @property
     def stage_ns(self) -> Mapping[str, int]: ...
 
 
-_Answer = TypeVar("_Answer", bound=_Timed)
+_Answer = TypeVar("_Answer", bound=Timed)
 
 
 def traced(

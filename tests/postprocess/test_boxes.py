@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from visionfast.postprocess.boxes import (
     Candidates,
+    above_confidence,
     cxcywh_to_xyxy,
     select_candidates,
     select_candidates_reference,
@@ -51,6 +54,13 @@ def test_fast_equals_definition(data: st.DataObject, conf: float, limit: int) ->
     _assert_same(fast, select_candidates_reference(predictions, num_classes, **options))
     assert np.isfinite(fast.confidence).all()
     assert np.isfinite(fast.xyxy).all()
+
+    # The columns that can be chosen give the same by themselves, and with columns of zeros behind them.
+    above = above_confidence(predictions, num_classes, conf)
+    for padding in (0, 3):
+        few = np.pad(predictions[:, above], ((0, 0), (0, padding)))
+        chosen = select_candidates(few, num_classes, **options)
+        _assert_same(replace(chosen, anchor=above[chosen.anchor]), fast)
 
 
 @pytest.mark.parametrize(

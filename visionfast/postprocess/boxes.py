@@ -19,6 +19,7 @@ from visionfast.types import Letterbox
 __all__ = [
     "MAX_CANDIDATES",
     "Candidates",
+    "above_confidence",
     "cxcywh_to_xyxy",
     "select_candidates",
     "select_candidates_reference",
@@ -77,6 +78,21 @@ def unletterbox_boxes(xyxy: npt.NDArray[np.float32], letterbox: Letterbox) -> np
     return original
 
 
+def above_confidence(predictions: npt.NDArray[np.float32], num_classes: int, conf: float) -> npt.NDArray[np.int64]:
+    """The anchors that `select_candidates` can choose: their columns alone, in this order, give it the same boxes.
+
+    Args:
+        predictions: (4 + C + M, A) float32; fastest where C-contiguous.
+        num_classes: C.
+        conf: as for `select_candidates`.
+
+    Returns:
+        (K,) ascending.
+    """
+    best = predictions[4 : 4 + num_classes].max(axis=0)  # (A,): over the outer axis, so whole rows at a time
+    return np.flatnonzero(best > np.float32(conf))  # NaN is passed on, and above nothing
+
+
 def select_candidates_reference(
     predictions: npt.NDArray[np.float32],
     num_classes: int,
@@ -130,13 +146,11 @@ def select_candidates(
     Returns:
         K candidates, by descending confidence, ties by ascending anchor; arrays of their own.
     """
-    scores = predictions[4 : 4 + num_classes]  # (C, A)
-    best = scores.max(axis=0)  # (A,): over the outer axis, so whole rows at a time; NaN is passed on
-    confident = best > np.float32(conf)
-    anchor = np.flatnonzero(confident)  # (K,); NaN is above nothing
+    anchor = above_confidence(predictions, num_classes, conf)  # (K,)
+    scores = predictions[4 : 4 + num_classes].T[anchor]  # (K, C)
     xyxy = cxcywh_to_xyxy(predictions[:4].T[anchor])  # (K, 4)
-    confidence = best[anchor]
-    class_id = scores.T[anchor].argmax(axis=1)  # (K,): for the few that are left; the first of equal ones
+    class_id = scores.argmax(axis=1)  # the first of equal ones
+    confidence = scores[np.arange(len(anchor)), class_id]
     chosen = np.isfinite(confidence) & np.isfinite(xyxy).all(axis=1)
     if classes is not None:
         chosen &= np.isin(class_id, np.asarray(classes, np.int64))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from visionfast.errors import OptionError
 from visionfast.serving.ensemble import Layout, Pipeline, Stage, links_of
 from visionfast.serving.wire import WireTensor, inputs_of, outputs_of
-from visionfast.types import ModelSpec, Task
+from visionfast.types import ModelSpec, Task, TensorSpec
 
 __all__ = ["cpu_pipeline"]
 
@@ -41,13 +41,19 @@ def _steps(name: str, spec: ModelSpec) -> tuple[Stage, ...]:
     intake_ns = WireTensor("intake_ns", "int64", (2,))  # decode, preprocess
     engine_ns = WireTensor("engine_ns", "int64", (1,))
     deadline_ns = WireTensor("deadline_ns", "int64", (1,))  # one for all steps, by the machine's own clock
-    raw = tuple(WireTensor(tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in spec.graphs[0].outputs)
+    raw = tuple(_raw(tensor) for tensor in spec.graphs[0].outputs)
     early = tuple(tensor for tensor in outputs_of(spec.task) if tensor.name in ("image_hw", "problem"))
     late = tuple(tensor for tensor in outputs_of(spec.task) if tensor not in early)
     image_hw, options = early[0], inputs_of(spec.task)[-1]
     steps = (
         Stage(f"{name}_preprocess", "preprocess", inputs_of(spec.task), (canvas, *early, intake_ns, deadline_ns)),
-        Stage(f"{name}_engine", "engine", (canvas, image_hw, deadline_ns), (*raw, engine_ns)),
+        Stage(f"{name}_engine", "engine", (canvas, image_hw, options, deadline_ns), (*raw, engine_ns)),
         Stage(f"{name}_postprocess", "postprocess", (*raw, image_hw, options, intake_ns, engine_ns, deadline_ns), late),
     )
     return tuple(replace(step, in_line=True) for step in steps)
+
+
+def _raw(tensor: TensorSpec) -> WireTensor:
+    """An output of the graph on its way to the post-processing; of the predictions those that can become an object."""
+    dims = tensor.shape[1:]
+    return WireTensor(tensor.name, tensor.dtype, (*dims[:-1], -1) if tensor.name == "predictions" else dims)

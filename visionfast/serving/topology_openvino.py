@@ -43,8 +43,14 @@ def openvino_pipeline(name: str, spec: ModelSpec) -> Pipeline:
 
 
 def _with_openvino(stage: Stage, spec: ModelSpec, canvas: str) -> Stage:
-    """The stage, waited for in the server's queue; the engine's by the server's backend, which tells no time."""
-    inputs = tuple(tensor for tensor in stage.inputs if tensor.name not in ("engine_ns", "deadline_ns"))
+    """The stage, waited for in the server's queue; the engine's by the server's backend, which gives all that the graph
+    gives, and tells no time."""
+    whole = {tensor.name: tensor.shape[1:] for tensor in spec.graphs[0].outputs}
+    inputs = tuple(
+        replace(tensor, dims=whole.get(tensor.name, tensor.dims))
+        for tensor in stage.inputs
+        if tensor.name not in ("engine_ns", "deadline_ns")
+    )
     if stage.role != "engine":
         outputs = tuple(tensor for tensor in stage.outputs if tensor.name != "deadline_ns")
         return replace(stage, inputs=inputs, outputs=outputs, in_line=False)
@@ -52,7 +58,7 @@ def _with_openvino(stage: Stage, spec: ModelSpec, canvas: str) -> Stage:
         spec,
         stage.name,
         next(tensor for tensor in stage.inputs if tensor.name == canvas),
-        tuple(tensor for tensor in stage.outputs if tensor.name != "engine_ns"),
+        tuple(replace(tensor, dims=whole[tensor.name]) for tensor in stage.outputs if tensor.name in whole),
         backend="openvino",
         own_names={canvas: spec.graphs[0].inputs[0].name},
         options={"PERFORMANCE_HINT": "LATENCY"},

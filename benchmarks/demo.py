@@ -133,7 +133,7 @@ def _report(
         "",
         "Interleaved rounds in one process. Naive PyTorch: PIL, torchvision, eager FP32.",
         "",
-        "| picture | rounds | visionfast P50 | P95 | naive PyTorch P50 | P95 | ratio of P50 |",
+        "| picture | rounds | visionfast P50 | P95 | naive PyTorch P50 | P95 | visionfast / naive, P50 |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, samples in latency_ns.items():

@@ -31,7 +31,7 @@ from visionfast.errors import (
 )
 from visionfast.types import EngineManifest, GraphSpec, Precision, PreprocessSpec, TensorSpec
 
-__all__ = ["OpenVinoBackend", "OpenVinoRunner"]
+__all__ = ["OpenVinoBackend", "OpenVinoRunner", "kept_core"]
 
 _HINTS: dict[Precision, str] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _CACHE = "cache"
@@ -55,14 +55,15 @@ def _import_openvino() -> Any:
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _core() -> Any:
+def kept_core() -> Any:
+    """`openvino.Core`, the one that this process keeps to its end. Raises `BackendUnavailableError`."""
     with _ONE_AT_A_TIME:  # a cache alone lets two threads in
-        return _kept_core(_import_openvino())
+        return _made_core(_import_openvino())
 
 
 @functools.cache
-def _kept_core(openvino: Any) -> Any:
-    """The one that this process uses, and keeps to its end.
+def _made_core(openvino: Any) -> Any:
+    """Made once, and kept.
 
     The CPU plugin gives the thread that loads it a larger stack for signals, and takes it back when it is unloaded
     (OpenVINO 2026.4). Unloaded by another thread, it leaves the first one a stack that is gone, and the next signal,
@@ -91,7 +92,7 @@ class OpenVinoBackend:
     def availability(self) -> Availability:
         try:
             version = importlib.metadata.version("openvino")
-            precisions = _cpu_precisions(_core())
+            precisions = _cpu_precisions(kept_core())
         except (importlib.metadata.PackageNotFoundError, BackendError):
             return Availability("", False, False, "not installed: pip install 'visionfast[openvino]'", ())
         return Availability(version, True, True, "", precisions)
@@ -107,7 +108,7 @@ class OpenVinoBackend:
     def compile(self, request: CompileRequest) -> Compiled:
         """Reads the ONNX, takes `u8 NHWC` images in and normalises inside, and saves `<graph>.xml` and `.bin`."""
         ov = _import_openvino()
-        core = _core()
+        core = kept_core()
         if request.precision not in (able := _cpu_precisions(core)):
             raise BuildError(f"precision {request.precision}: this CPU computes {', '.join(able)}; choose one of them")
         try:
@@ -123,7 +124,7 @@ class OpenVinoBackend:
         return Compiled(graph[1], file, (file, f"{request.graph.name}.bin"))
 
     def check_runnable(self, manifest: EngineManifest, *, device_index: int | None = None) -> None:
-        core = _core()
+        core = kept_core()
         if manifest.device != "cpu":
             raise IncompatibleEngineError(f"device {manifest.device}: expected an engine for the cpu; build it again")
         if manifest.precision not in (able := _cpu_precisions(core)):
@@ -300,7 +301,7 @@ class OpenVinoRunner(GraphRunner):
 
     def _compiled(self, sizes: Mapping[str, int] | None) -> Any:
         """The model for these sizes; `None`: for all."""
-        core = _core()
+        core = kept_core()
         model: Any = self._path  # OpenVINO looks into the cache before it reads the file
         if sizes:
             if self._model is None:

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import cv2
 import numpy as np
 
 from visionfast import machine
+from visionfast.backends.openvino import kept_core
 from visionfast.bench.parts import DenseMasks
 from visionfast.bench.records import System
 from visionfast.bench.systems import Answer, Call, taking_turns
@@ -158,6 +160,7 @@ def ultralytics_openvino(weights: Path, size_hw: tuple[int, int], scratch: Path)
         raise BackendUnavailableError(f"ultralytics on OpenVINO: expected {', '.join(missing)}; install it")
     import openvino
 
+    core = kept_core()
     copied = Path(shutil.copy(weights, scratch))  # the export is written beside the weights
     exporting = _yolo(copied)
     with warnings.catch_warnings():  # ultralytics 8.4 exports by torch.jit, which torch 2.14 warns of line by line
@@ -166,12 +169,14 @@ def ultralytics_openvino(weights: Path, size_hw: tuple[int, int], scratch: Path)
     for pinned in (False, True):
         yolo = _yolo(exported, exporting.task)
         details = {"ultralytics": machine.package_version("ultralytics")}
-        predict = UltralyticsPredict(System("", "", "peer", details), yolo, size_hw, rect=False)
+        # A core of its own would take its signals' stack from whichever thread drops it last: see `kept_core`.
+        with mock.patch.object(openvino, "Core", return_value=core):
+            predict = UltralyticsPredict(System("", "", "peer", details), yolo, size_hw, rect=False)
         loaded = yolo.predictor.model.backend
         if pinned:
             hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-            model = openvino.Core().read_model(next(exported.glob("*.xml")))
-            loaded.ov_compiled_model = openvino.Core().compile_model(model, "CPU", hints)
+            model = core.read_model(next(exported.glob("*.xml")))
+            loaded.ov_compiled_model = core.compile_model(model, "CPU", hints)
         hint = loaded.ov_compiled_model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
         precision = {"f32": "fp32", "f16": "fp16"}.get(hint, hint)
         how = "held to FP32" if pinned else f"as it comes ({precision.upper()})"

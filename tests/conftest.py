@@ -20,9 +20,22 @@ if not machine.gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+_LONG = (
+    "test_soak.py",
+    "test_prompt_segmenter.py",
+    "test_dino_build.py",
+    "test_sam_official.py",
+    "test_server.py",
+    "test_islands.py",
+    "test_postprocess.py",
+    "test_preprocess_kernels.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes and little work comes first, so that it is not what all wait for in the end."""
-    items.sort(key=lambda item: item.path.name != "test_soak.py")
+    """The files that take longest come first: each is one worker's, and the other would wait for it at the end."""
+    place = {name: i for i, name in enumerate(_LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(_LONG)))
 
 
 class _AtOnce:

@@ -58,6 +58,7 @@ def _built(model: LoadedModel, images: list[Path], monkeypatch: pytest.MonkeyPat
         COMPILED.clear()
 
 
+@pytest.mark.slow
 def test_what_overflows_in_the_encoder_is_found(
     model: LoadedModel, photographs: list[Path], engine_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

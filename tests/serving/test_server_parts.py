@@ -365,7 +365,7 @@ def test_every_option_of_serve_that_the_page_names_exists() -> None:
     declared = _options(serve_verb) - {"--pipelines"}
     assert named == declared
     of_others = _options(deploy_verb) | _options(rollback_verb) | _options(client_verb) | {"--model", "--no-deps"}
-    assert set(re.findall(r"--[a-z]+[a-z-]*[a-z]", page)) <= declared | of_others | {"--help"}
+    assert set(re.findall(r"--[a-z]+[a-z-]*[a-z]", page)) <= declared | of_others | {"--help", "--shm-size"}  # Docker's
 
 
 def _options(verb: Callable[..., None]) -> set[str]:

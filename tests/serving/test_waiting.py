@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,16 +31,23 @@ class Clock:
 
 
 def a_line(
-    images: int = 2, limits: Sequence[QueueLimits] = LIMITS, *, even: bool = True, delay_ms: int = 0
+    images: int = 2, limits: Sequence[QueueLimits] = LIMITS, *, even: bool = True, delay_ms: int = 0, workers: int = 1
 ) -> tuple[Line[str], Clock]:
     clock = Clock()
-    return Line(limits, images=images, delay_ns=delay_ms * MS, even=even, clock=clock), clock
+    return Line(limits, images=images, delay_ns=delay_ms * MS, even=even, workers=workers, clock=clock), clock
 
 
 def next_turn(line: Line[str]) -> Turn[str]:
     turn = line.turn()
     assert turn is not None
     return turn
+
+
+def served(line: Line[str]) -> list[str]:
+    """The next batch, answered at once."""
+    turn = next_turn(line)
+    line.done(turn)
+    return names(turn.batch)
 
 
 def names(places: Sequence[Place[str]]) -> list[str]:
@@ -49,9 +57,10 @@ def names(places: Sequence[Place[str]]) -> list[str]:
 def learn(line: Line[str], clock: Clock, ms: float, images: int = 1) -> None:
     """The line sees one batch that takes so long."""
     line.join("before", images=images)
-    assert names(next_turn(line).batch) == ["before"]
+    turn = next_turn(line)
+    assert names(turn.batch) == ["before"]
     clock.pass_ms(ms)
-    line.done()
+    line.done(turn)
 
 
 # ---- who is next --------------------------------------------------------------------------------------------------
@@ -63,8 +72,7 @@ def test_online_before_offline_and_first_come_first_served_within() -> None:
         line.join(name, level=level)
     batches = []
     while len(line):
-        batches.append(names(next_turn(line).batch))
-        line.done()
+        batches.append(served(line))
     assert batches == [["c", "e"], ["f"], ["a", "b"], ["d"]]
 
 
@@ -72,7 +80,7 @@ def test_a_batch_has_as_many_images_as_it_may_and_a_larger_request_is_one_by_its
     line, _ = a_line(images=3)
     for name, images in (("a", 2), ("b", 2), ("c", 1), ("d", 7)):
         line.join(name, images=images)
-    assert [names(next_turn(line).batch) for _ in range(3)] == [["a"], ["b", "c"], ["d"]]
+    assert [served(line) for _ in range(3)] == [["a"], ["b", "c"], ["d"]]
 
 
 def test_who_asks_alone_waits_for_nobody() -> None:
@@ -80,16 +88,15 @@ def test_who_asks_alone_waits_for_nobody() -> None:
     line, _ = a_line(delay_ms=1000)
     for name in "abc":
         line.join(name)
-        assert names(next_turn(line).batch) == [name]  # the clock stands still
-        line.done()
+        assert served(line) == [name]  # the clock stands still
 
 
 def test_where_others_come_the_first_of_a_batch_waits_for_them() -> None:
     line, clock = a_line(delay_ms=50)
     line.join("before")
-    next_turn(line)
+    busy = next_turn(line)
     line.join("a")  # while the worker is busy: there is more than one who asks
-    line.done()
+    line.done(busy)
     turns: list[Turn[str]] = []
     worker = threading.Thread(target=lambda: turns.append(next_turn(line)))
     worker.start()
@@ -99,10 +106,9 @@ def test_where_others_come_the_first_of_a_batch_waits_for_them() -> None:
     worker.join(10)
     assert names(turns[0].batch) == ["a", "b"]
     line.join("c")
-    line.done()
+    line.done(turns[0])
     clock.pass_ms(50)
-    assert names(next_turn(line).batch) == ["c"]  # it has waited in vain
-    line.done()
+    assert served(line) == ["c"]  # it has waited in vain
     line.join("d")
     assert names(next_turn(line).batch) == ["d"]  # and so the next one does not
 
@@ -110,12 +116,11 @@ def test_where_others_come_the_first_of_a_batch_waits_for_them() -> None:
 def test_who_waits_when_the_line_is_closed_is_still_served() -> None:
     line, _ = a_line(delay_ms=1000)
     line.join("before")
-    next_turn(line)
+    busy = next_turn(line)
     line.join("a")
-    line.done()
+    line.done(busy)
     line.close()
-    assert names(next_turn(line).batch) == ["a"]
-    line.done()
+    assert served(line) == ["a"]
     assert line.turn() is None
 
 
@@ -191,10 +196,11 @@ def test_what_would_be_late_is_not_begun_unless_it_waited_for_nobody() -> None:
     line, clock = a_line(images=1)
     learn(line, clock, 100)
     line.join("a", timeout_ns=20 * MS)  # nothing is ahead of it: it is let to try, and the mean is corrected
-    assert names(next_turn(line).batch) == ["a"]
+    busy = next_turn(line)
+    assert names(busy.batch) == ["a"]
     clock.pass_ms(100)
     line.join("b", timeout_ns=130 * MS)
-    line.done()
+    line.done(busy)
     clock.pass_ms(10)
     turn = next_turn(line)
     assert (names(turn.batch), names(turn.late)) == ([], ["b"])
@@ -205,9 +211,7 @@ def test_one_that_takes_longer_together_does_not_make_the_first_late() -> None:
     learn(line, clock, 100, images=2)
     line.join("a", timeout_ns=90 * MS)
     line.join("b", timeout_ns=1000 * MS)
-    assert names(next_turn(line).batch) == ["a"]
-    line.done()
-    assert names(next_turn(line).batch) == ["b"]
+    assert [served(line), served(line)] == [["a"], ["b"]]
 
 
 def test_a_mean_that_is_wrong_is_forgotten() -> None:
@@ -229,7 +233,140 @@ def test_without_even_times_nothing_is_foretold() -> None:
     line.join("a")
     line.join("b", timeout_ns=100 * MS)
     clock.pass_ms(99)
-    assert [names(next_turn(line).batch) for _ in range(2)] == [["a"], ["b"]]
+    assert [served(line) for _ in range(2)] == [["a"], ["b"]]
+
+
+# ---- several workers ----------------------------------------------------------------------------------------------
+
+
+def test_who_comes_alone_has_all_processors_and_others_wait_for_its_end() -> None:
+    line, clock = a_line(images=1, workers=2)
+    line.join("a")
+    alone = next_turn(line)
+    assert (names(alone.batch), alone.beside) == (["a"], False)
+    line.join("b")
+    line.join("c")
+    turns: list[Turn[str]] = []
+    other = threading.Thread(target=lambda: turns.append(next_turn(line)))
+    other.start()
+    other.join(0.1)
+    assert other.is_alive()
+    clock.pass_ms(40)
+    line.done(alone)
+    other.join(10)
+    assert (names(turns[0].batch), turns[0].beside) == (["b"], True)
+    beside = next_turn(line)  # at once, beside the other
+    assert (names(beside.batch), beside.beside) == (["c"], True)
+
+
+def test_none_of_several_waits_for_another() -> None:
+    line, clock = a_line(images=1, workers=2)
+    for name in "abcd":
+        line.join(name)
+    first, second = next_turn(line), next_turn(line)
+    clock.pass_ms(70)
+    line.done(second)
+    third = next_turn(line)
+    clock.pass_ms(10)
+    line.done(first)
+    fourth = next_turn(line)
+    assert [names(turn.batch) for turn in (first, second, third, fourth)] == [["a"], ["b"], ["c"], ["d"]]
+    assert all(turn.beside for turn in (first, second, third, fourth))
+
+
+def test_a_request_of_many_images_is_beside_nobody() -> None:
+    line, _ = a_line(images=1, workers=2)
+    line.join("a")
+    line.join("b")
+    line.join("many", images=5)
+    line.join("c")
+    first, second = next_turn(line), next_turn(line)
+    line.done(first)
+    turns: list[Turn[str]] = []
+    other = threading.Thread(target=lambda: turns.append(next_turn(line)))
+    other.start()
+    other.join(0.1)
+    assert other.is_alive()  # and c does not overtake it
+    line.done(second)
+    other.join(10)
+    assert (names(turns[0].batch), turns[0].beside) == (["many"], False)
+    line.done(turns[0])
+    assert served(line) == ["c"]
+
+
+def test_behind_one_that_is_late_a_request_of_many_images_is_beside_nobody_either() -> None:
+    line, clock = a_line(images=1, workers=2)
+    for name in "ab":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(100)
+    for turn in turns:
+        line.done(turn)
+    for name in "ab":
+        line.join(name)
+    first, second = next_turn(line), next_turn(line)
+    line.join("late", timeout_ns=251 * MS)
+    line.join("many", images=5)
+    line.join("offline", level=1)
+    clock.pass_ms(150)  # late has 101 ms, and would take 125
+    line.done(first)
+    turn = next_turn(line)
+    assert (names(turn.batch), names(turn.late)) == ([], ["late"])
+    line.done(turn)
+    line.done(second)
+    assert [served(line), served(line)] == [["many"], ["offline"]]
+
+
+def test_one_priority_does_not_take_the_others_processors_where_nobody_is_at_work() -> None:
+    line, _ = a_line(images=1, workers=2)
+    line.join("offline", level=1)
+    line.join("online")
+    turn = next_turn(line)
+    assert (names(turn.batch), turn.beside) == (["online"], False)
+
+
+def test_a_wait_is_foretold_from_what_all_workers_do() -> None:
+    line, clock = a_line(images=1, workers=2)
+    for name in "ab":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(80)
+    for turn in turns:
+        line.done(turn)
+    assert line.waits_ns()[1] == [0, 0]
+    for name in "abc":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(30)
+    # 50 ms until a worker is free; c, of which two are answered in 80 ms; and this one's own 80.
+    assert line.waits_ns()[1] == [170 * MS, 170 * MS]
+    line.done(turns[0])
+    line.done(next_turn(line))
+    with pytest.raises(QueueFullError):
+        line.join("d", timeout_ns=1 * MS)
+
+
+def test_workers_that_wait_end_when_the_line_is_closed() -> None:
+    line, _ = a_line(images=1, workers=3)
+    ended: list[Turn[str] | None] = []
+    workers = [threading.Thread(target=lambda: ended.append(line.turn())) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    line.join("a")
+    while not ended:
+        time.sleep(0.001)
+    assert ended[0] is not None
+    line.join("b")  # behind one that is alone
+    line.close()
+    line.done(ended[0])
+    for worker in workers:
+        worker.join(0.2)
+    rest = [turn for turn in ended[1:] if turn is not None]
+    assert [names(turn.batch) for turn in rest] == [["b"]]
+    line.done(rest[0])
+    for worker in workers:
+        worker.join(10)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 # ---- whatever comes -----------------------------------------------------------------------------------------------
@@ -239,6 +376,37 @@ STEP = st.one_of(
     st.tuples(st.just("serve"), st.integers(1, 120), st.just(0), st.just(0)),
     st.tuples(st.just("wait"), st.integers(1, 120), st.just(0), st.just(0)),
 )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 1)), max_size=30))
+def test_several_workers_answer_everybody_once(workers: int, images: int, asked: list[tuple[int, int]]) -> None:
+    limits = (QueueLimits(requests=100, timeout_ms=60_000),) * 2
+    line: Line[int] = Line(limits, images=images, delay_ns=MS, workers=workers)
+    lock, at_work, answered = threading.Lock(), [], []  # type: ignore[var-annotated]
+
+    def work() -> None:
+        while (turn := line.turn()) is not None:
+            with lock:
+                assert len(at_work) < workers
+                assert turn.images <= images or len(turn.batch) == 1
+                assert not at_work or (turn.beside and all(other.beside for other in at_work))
+                at_work.append(turn)
+            time.sleep(0)
+            with lock:
+                at_work.remove(turn)
+                answered.extend(place.item for place in turn.batch)
+            line.done(turn)
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for number, (count, level) in enumerate(asked):
+        line.join(number, images=count, level=level)
+    line.close()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(answered) == list(range(len(asked)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -270,6 +438,6 @@ def test_everybody_is_answered_or_refused_once_in_order_and_in_time(
                 level = 0 if inside[0] else 1
                 assert batch == [inside[level].popleft() for _ in batch]
             clock.pass_ms(first)
-            line.done()
+            line.done(turn)
         assert len(line) == len(inside[0]) + len(inside[1])
         assert all(len(waiting) <= limits.requests for waiting, limits in zip(inside, LIMITS, strict=True))

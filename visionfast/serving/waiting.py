@@ -14,6 +14,10 @@ Without it the server hands every request on as it comes (`stages.in_line`), and
 promise: a request is answered in its time, or refused. It is served by strict priority, within one by arrival. A batch
 is of one priority: an image that others wait with is not slowed by theirs.
 
+Several workers may share it, each with an engine of its own that computes on one thread. A batch that nobody of its
+priority waits behind is one worker's alone, and has all threads; otherwise each worker takes the next batch when it is
+through with its own, *beside* the others', and none waits for another.
+
 What cannot be in time is refused at once, as the line is long (`QueueFullError`), and what was let in and would now be
 late is not begun (`DeadlineError`). Otherwise an overloaded line is full of requests that are about to be late, and all
 the work is for nothing. How long a batch takes is taken from those before: an exponentially weighted mean.
@@ -67,7 +71,7 @@ class Place(Generic[_T]):
     deadline_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn(Generic[_T]):
     """What is to be done next.
 
@@ -75,22 +79,29 @@ class Turn(Generic[_T]):
         batch: to be answered now, together.
         late: to be refused, as `late_error` says.
         begun_ns: now.
+        beside: other workers answer others meanwhile; else the batch has all processors.
     """
 
     batch: list[Place[_T]]
     late: list[Place[_T]]
     begun_ns: int
+    beside: bool = False
+
+    @property
+    def images(self) -> int:
+        return sum(place.images for place in self.batch)
 
 
 class Line(Generic[_T]):
-    """Where requests wait for one worker. Any thread lets them in; the worker alternates `turn` and `done`.
+    """Where requests wait for their workers. Any thread lets them in; each worker alternates `turn` and `done`.
 
     Args:
         limits: of each level: how many requests wait at most, and how long.
-        images: of one batch at most; a request that has more is a batch by itself.
-        delay_ns: how long the first of a batch waits for others while the worker has nothing to do, where others came
+        images: of one batch at most; a request that has more is a batch by itself, and beside no other.
+        delay_ns: how long the first of a batch waits for others while the workers have nothing to do, where others came
             lately: who asks alone, one request after the other, waits for nobody.
         even: images take about the same time each, so that those before tell how long the next ones will take.
+        workers: that take turns.
         clock: nanoseconds.
     """
 
@@ -101,18 +112,18 @@ class Line(Generic[_T]):
         images: int,
         delay_ns: int = 0,
         even: bool = True,
+        workers: int = 1,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._limits, self._images, self._delay_ns = tuple(limits), images, delay_ns
-        self._even, self._clock = even, clock
+        self._even, self._workers, self._clock = even, workers, clock
         self._waiting: tuple[deque[Place[_T]], ...] = tuple(deque() for _ in self._limits)
         self._changed = threading.Condition()
         self._closed = False
         self._company = False  # others came lately
-        self._begun_ns = 0
-        self._at_work = 0  # images
-        self._image_ns = 0.0  # mean, of any batch, a share for each image
-        self._batch_ns: dict[int, float] = {}  # mean, by the number of images
+        self._at_work: list[Turn[_T]] = []  # if one of them is not beside others, it is the only one
+        self._image_ns = 0.0  # mean between the ends of two images, whoever answers them
+        self._spent_ns: dict[tuple[int, bool], float] = {}  # mean of a batch, by its images and whether it was beside
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))
@@ -163,7 +174,7 @@ class Line(Generic[_T]):
                 )
             self._company |= bool(self._at_work or len(self))
             self._waiting[level].append(place)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def waits_ns(self) -> tuple[int, list[int]]:
         """Now, and of each level, how long an image that comes now will take; 0 if nothing is ahead of it."""
@@ -176,10 +187,16 @@ class Line(Generic[_T]):
         ahead = sum(place.images for waiting in self._waiting[: level + 1] for place in waiting)
         if not ahead and not self._at_work:
             return 0.0
-        at_work_ns = self._batch_ns.get(self._at_work, 0.0) - (now_ns - self._begun_ns) if self._at_work else 0.0
-        return max(0.0, at_work_ns) + ahead * self._image_ns + self._batch_ns.get(1, self._image_ns)
+        left_ns = [self._expected_ns(turn.images, turn.beside) - (now_ns - turn.begun_ns) for turn in self._at_work]
+        is_free = not left_ns or (self._at_work[0].beside and len(left_ns) < self._workers)
+        first_ns = 0.0 if is_free else max(0.0, min(left_ns))
+        return first_ns + ahead * self._image_ns + (self._expected_ns(1, self._workers > 1) or self._image_ns)
 
-    # ---- the worker -------------------------------------------------------------------------------------------
+    def _expected_ns(self, images: int, beside: bool) -> float:
+        """What a batch takes; 0 as long as nobody knows."""
+        return self._spent_ns.get((images, beside)) or self._spent_ns.get((images, not beside), 0.0)
+
+    # ---- the workers ------------------------------------------------------------------------------------------
 
     def turn(self) -> Turn[_T] | None:
         """Waits for what is next; None once the line is closed and nobody waits."""
@@ -187,17 +204,32 @@ class Line(Generic[_T]):
             while True:
                 now_ns = self._clock()
                 late = self._late(now_ns)
-                delay_ns = self._delay_ns if self._company else 0
+                delay_ns = self._delay_ns if self._company and not self._at_work else 0
                 waited = self._is_full() or self._closed or self._eldest_ns(now_ns) >= delay_ns
-                if late or (waited and len(self)):
-                    self._company = self._company and len(self) > 1
-                    batch = self._take(now_ns, late)
-                    self._at_work, self._begun_ns = sum(place.images for place in batch), now_ns
-                    return Turn(batch, late, now_ns)
-                if self._closed:
+                begins = waited and self._may_begin()
+                if late or begins:
+                    return self._begun(now_ns, late) if begins else Turn([], late, now_ns)
+                if self._closed and not len(self):
                     return None
-                wait_ns = delay_ns - self._eldest_ns(now_ns) if len(self) else None
+                wait_ns = delay_ns - self._eldest_ns(now_ns) if len(self) and not self._at_work else None
                 self._changed.wait(None if wait_ns is None else wait_ns / 1e9)
+
+    def _may_begin(self) -> bool:
+        """Somebody waits, and a worker may begin with it now."""
+        if not self._at_work:
+            return len(self) > 0
+        first = next((waiting[0] for waiting in self._waiting if waiting), None)
+        return first is not None and self._at_work[0].beside and first.images <= self._images
+
+    def _begun(self, now_ns: int, late: list[Place[_T]]) -> Turn[_T]:
+        self._company = self._company and (len(self) > 1 or bool(self._at_work))
+        batch, others = self._take(now_ns, late)
+        beside = bool(self._at_work) or (self._workers > 1 and others and batch[0].images <= self._images)
+        turn = Turn(batch, late, now_ns, beside)
+        if batch:
+            self._at_work.append(turn)
+            self._changed.notify_all()  # the next one may begin beside it
+        return turn
 
     def _late(self, now_ns: int) -> list[Place[_T]]:
         """Takes out all whose time is over: who waits behind others also gets to know it."""
@@ -214,40 +246,53 @@ class Line(Generic[_T]):
         return max((now_ns - waiting[0].received_ns for waiting in self._waiting if waiting), default=0)
 
     def _is_full(self) -> bool:
-        return any(sum(place.images for place in waiting) >= self._images for waiting in self._waiting)
+        most = self._images * self._workers
+        return any(sum(place.images for place in waiting) >= most for waiting in self._waiting)
 
-    def _take(self, now_ns: int, late: list[Place[_T]]) -> list[Place[_T]]:
-        """The next batch, of the first level that has one; adds to `late` those that it would make late."""
+    def _take(self, now_ns: int, late: list[Place[_T]]) -> tuple[list[Place[_T]], bool]:
+        """The next batch, of the first level that has one, and whether others of that level wait behind it; adds to
+        `late` those that it would make late."""
         for waiting in self._waiting:
             batch: list[Place[_T]] = []
             images = 0
+            beside = bool(self._at_work) or (self._workers > 1 and len(waiting) > 1)
             while waiting and (not batch or images + waiting[0].images <= self._images):
                 place, together = waiting[0], images + waiting[0].images
-                ready_ns = now_ns + _SAFETY * self._batch_ns.get(together, 0.0)
+                if self._at_work and place.images > self._images:
+                    return [], False  # it is beside nobody, and nobody overtakes it
+                ready_ns = now_ns + _SAFETY * self._expected_ns(together, beside)
                 if any(ready_ns > other.deadline_ns for other in batch):
                     break  # it would make those late that are not
                 waiting.popleft()
                 # One that came to an idle worker has waited for nobody: it is let to try.
                 if ready_ns > place.deadline_ns and now_ns - place.received_ns > self._delay_ns + _PROMPT_NS:
-                    self._batch_ns[together] *= _FORGET
+                    self._forget(together)
                     late.append(place)
                     continue
                 batch.append(place)
                 images = together
             if batch:
-                return batch
-        return []
+                return batch, bool(waiting)
+        return [], False
 
-    def done(self) -> None:
-        """The batch of the last `turn` is answered."""
+    def _forget(self, images: int) -> None:
+        for key in ((images, False), (images, True)):
+            if key in self._spent_ns:
+                self._spent_ns[key] *= _FORGET
+
+    def done(self, turn: Turn[_T]) -> None:
+        """The batch of a turn is answered."""
         with self._changed:
-            images, self._at_work = self._at_work, 0
-            if not images or not self._even:
+            if not turn.batch:
                 return
-            spent_ns = self._clock() - self._begun_ns
-            before_ns = self._batch_ns.get(images)
-            self._batch_ns[images] = spent_ns if before_ns is None else _mean(before_ns, spent_ns)
-            share_ns = spent_ns / images
+            self._at_work.remove(turn)
+            self._changed.notify_all()  # somebody may wait for the processors that it had
+            if not self._even:
+                return
+            key, spent_ns = (turn.images, turn.beside), self._clock() - turn.begun_ns
+            before_ns = self._spent_ns.get(key)
+            self._spent_ns[key] = spent_ns if before_ns is None else _mean(before_ns, spent_ns)
+            share_ns = spent_ns / turn.images / (self._workers if turn.beside else 1)
             self._image_ns = _mean(self._image_ns, share_ns) if self._image_ns else share_ns
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ process, megabytes an image, for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,24 +73,38 @@ class TritonPythonModel:
         predictions, *others = deployed.manifest.spec.graphs[0].outputs
         assert predictions.name == "predictions", "a detector's graph gives them first"
         self._channels = predictions.shape[1]
+
         # Megabytes an image: new memory, whose every page the system clears first, would take longer than the copy.
-        self._kept = {tensor.name: np.zeros((deployed.max_batch, *tensor.shape[1:]), tensor.dtype) for tensor in others}
+        def buffers(images: int) -> dict[str, npt.NDArray[Any]]:
+            return {tensor.name: np.zeros((images, *tensor.shape[1:]), tensor.dtype) for tensor in others}
+
+        self._kept = buffers(deployed.max_batch)
         self._lanes = Lanes(deployed.folder, deployed.manifest, threads=deployed.threads, max_batch=deployed.max_batch)
+        self.workers = self._lanes.streams
+        self._beside = [buffers(self._lanes.batch) for _ in range(self.workers)]
         self._lanes.on_all(lambda lane: lane.infer(lane.canvas))
         self._metrics = StageMetrics.of(args, stages=())
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return self._respond(requests, self._kept, self._lanes.each)
+
+    def beside(self, worker: int, requests: Sequence[Any]) -> list[Any]:
+        return self._respond(requests, self._beside[worker], functools.partial(self._lanes.beside, worker))
+
+    def _respond(
+        self, requests: Sequence[Any], kept: Mapping[str, npt.NDArray[Any]], each: Callable[[Any, Any], list[Any]]
+    ) -> list[Any]:
         batches: list[_Batch | VisionfastError] = []
         taken = 0
         for request in requests:
-            batches.append(batch := guarded(self._read, request, taken))
+            batches.append(batch := guarded(self._read, request, kept, taken))
             taken += len(batch.canvas) if isinstance(batch, _Batch) else 0
         # An engine's call may hold the images of several requests.
         images = [(batch, row) for batch in batches if isinstance(batch, _Batch) for row in batch.rows]
         alone = len(images) == len(batches) == 1 and len(images[0][0].canvas) == 1
         size = self._lanes.batch
         calls = [images[first : first + size] for first in range(0, len(images), size)]
-        failed = self._lanes.each(lambda lane, call: guarded(self._infer, lane, call, alone), calls)
+        failed = each(lambda lane, call: guarded(self._infer, lane, call, alone), calls)
         for call, error in zip(calls, failed, strict=True):
             if error is not None:
                 harmed = {id(batch) for batch, _ in call}
@@ -106,9 +121,9 @@ class TritonPythonModel:
         self._metrics.close()
         self._lanes.close()
 
-    def _read(self, request: Any, first: int) -> _Batch:
-        kept = {name: array[first:] for name, array in self._kept.items()}
-        return _Batch(request, self._deployed.options_of(request), kept)
+    def _read(self, request: Any, kept: Mapping[str, npt.NDArray[Any]], first: int) -> _Batch:
+        rows = {name: array[first:] for name, array in kept.items()}
+        return _Batch(request, self._deployed.options_of(request), rows)
 
     def _infer(self, lane: Lane, call: Sequence[tuple[_Batch, int]], alone: bool) -> None:
         if self._lanes.batch == 1:

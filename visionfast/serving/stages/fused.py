@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from visionfast.errors import ImageError, VisionfastError
+from visionfast.errors import ImageError
 from visionfast.results import Detections
-from visionfast.serving.stages.answers import Asked, refuse, respond
+from visionfast.serving.stages.answers import Asked, respond_all
 from visionfast.serving.stages.lanes import Lane, Lanes
 from visionfast.serving.stages.metrics import StageMetrics
-from visionfast.serving.stages.requests import Deployed, guarded, images_of
+from visionfast.serving.stages.requests import Deployed, guarded
 from visionfast.serving.stages.steps import SAMPLE, objects_in, place
+from visionfast.serving.wire import pack_answers
 from visionfast.types import Letterbox
 
 __all__ = ["TritonPythonModel"]
@@ -25,35 +27,29 @@ class TritonPythonModel:
         self._deployed = deployed = Deployed.of(args)
         self._task = deployed.manifest.spec.task
         self._lanes = Lanes(deployed.folder, deployed.manifest, threads=deployed.threads, max_batch=deployed.max_batch)
+        self.workers = self._lanes.streams
         options = {"num_classes": len(deployed.manifest.spec.class_names), **deployed.options}
         self._lanes.on_all(lambda lane: self._answer(lane, [Asked(SAMPLE, options)]))
         self._metrics = StageMetrics.of(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        asked = [guarded(self._read, request) for request in requests]
-        images = [image for some in asked if not isinstance(some, VisionfastError) for image in some]
-        batch = self._lanes.batch
-        calls = [images[first : first + batch] for first in range(0, len(images), batch)]
-        answered = self._lanes.each(lambda lane, call: guarded(self._answer, lane, call), calls)
-        answers = iter(
-            answer
-            for call, some in zip(calls, answered, strict=True)
-            for answer in ([some] * len(call) if isinstance(some, VisionfastError) else some)
+        return self._respond(requests, self._lanes.each)
+
+    def beside(self, worker: int, requests: Sequence[Any]) -> list[Any]:
+        return self._respond(requests, functools.partial(self._lanes.beside, worker))
+
+    def _respond(self, requests: Sequence[Any], each: Callable[[Any, Any], list[Any]]) -> list[Any]:
+        return respond_all(
+            requests,
+            self._deployed,
+            self._metrics,
+            work=lambda calls: each(lambda lane, call: guarded(self._answer, lane, call), calls),
+            pack=lambda answers, _: pack_answers(answers, self._task),
         )
-        return [
-            refuse(some, self._metrics)
-            if isinstance(some, VisionfastError)
-            else respond([next(answers) for _ in some], self._task, self._metrics)
-            for some in asked
-        ]
 
     def finalize(self) -> None:
         self._metrics.close()
         self._lanes.close()
-
-    def _read(self, request: Any) -> list[Asked]:
-        options = self._deployed.options_of(request)
-        return [Asked(image, options) for image in images_of(request)]
 
     def _answer(self, lane: Lane, images: Sequence[Asked]) -> list[Detections | ImageError]:
         """At most a batch of the engine's."""

@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from visionfast.errors import BackendError, ImageError, VisionfastError
+from visionfast.errors import BackendError, ImageError
 from visionfast.loading import load_graphs
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections
 from visionfast.serving.options import options_of_request
-from visionfast.serving.stages.answers import Asked, refuse, respond
+from visionfast.serving.stages.answers import Asked, respond_all
 from visionfast.serving.stages.metrics import StageMetrics
-from visionfast.serving.stages.requests import Deployed, guarded, images_of
+from visionfast.serving.stages.requests import Deployed, guarded
 from visionfast.serving.stages.steps import SAMPLE
+from visionfast.serving.wire import pack_answers
 from visionfast.sessions.cuda import CudaSession
 from visionfast.sessions.opening import open_session
 from visionfast.types import EngineManifest
@@ -59,29 +60,17 @@ class TritonPythonModel:
         self._answer([Asked(SAMPLE, self._usual)])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        asked = [guarded(self._read, request) for request in requests]
-        images = [image for some in asked if not isinstance(some, VisionfastError) for image in some]
-        batch = self._session.batch
-        answers: list[Detections | VisionfastError] = []
-        for first in range(0, len(images), batch):
-            call = images[first : first + batch]
-            some = guarded(self._answer, call)
-            answers += [some] * len(call) if isinstance(some, VisionfastError) else some
-        each = iter(answers)
-        return [
-            refuse(some, self._metrics)
-            if isinstance(some, VisionfastError)
-            else respond([next(each) for _ in some], self._task, self._metrics)
-            for some in asked
-        ]
+        return respond_all(
+            requests,
+            self._deployed,
+            self._metrics,
+            work=lambda calls: [guarded(self._answer, call) for call in calls],
+            pack=lambda answers, _: pack_answers(answers, self._task),
+        )
 
     def finalize(self) -> None:
         self._metrics.close()
         self._session.close()
-
-    def _read(self, request: Any) -> list[Asked]:
-        options = self._deployed.options_of(request)
-        return [Asked(image, options) for image in images_of(request)]
 
     def _answer(self, asked: Sequence[Asked]) -> list[Detections | ImageError]:
         """At most a batch of the engine's."""

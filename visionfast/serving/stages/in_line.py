@@ -4,7 +4,8 @@ wait for their answers.
 The Python backend calls `execute` and takes `None` for a request whose answer will be sent later, by the request's
 response sender; the model is then free for the next one. So the line, and not the server's batcher, decides what is
 answered next. A stage's `execute` stays what it is: requests in, responses out; one thread calls it. A stage may have
-several lines, so that what is quick need not wait for what takes long: each has a thread then.
+several lines, so that what is quick need not wait for what takes long: each has a thread then. Or its only line has
+several workers, each of which answers requests beside the others.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class StageModel(Protocol):
     """What the server's Python backend looks for in a model.
 
     One that has several lines has their number as `lines`, and `line_of(request)`, which is asked when a request comes
-    and may leave itself a `note` on it.
+    and may leave itself a `note` on it. One that has several workers has their number as `workers` once it is
+    initialised, and `beside(worker, requests)`, which is as `execute`, and is called by each worker for itself while no
+    `execute` runs; what it gives is sent before the same worker asks again.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None: ...
@@ -103,23 +106,27 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 self._boards.open()
             self._stage = stage()
             self._stage.initialize(args)
+            workers = getattr(self._stage, "workers", 1)
+            # More than can be computed at once would have the first one wait for the last.
+            together = spec.batch if workers > 1 else machine.usable_cpus() * spec.batch
             self._lines: list[Line[_Waiting]] = [
                 Line(
                     [QueueLimits(**told[level]) for level in LEVELS],
-                    # More than can be computed at once would have the first one wait for the last.
-                    images=1 if prompts else min(config["max_batch_size"], machine.usable_cpus() * spec.batch),
+                    images=1 if prompts else min(config["max_batch_size"], together),
                     delay_ns=0 if prompts else told["delay_us"] * 1000,
                     # Some clicks ask for one mask, and some for a hundred: no mean says when the next is answered.
                     even=not prompts,
+                    workers=workers,
                 )
                 for _ in range(getattr(stage, "lines", 1))
             ]
             self._workers = [
-                threading.Thread(target=self._work, args=(line,), name=f"worker {i}")
+                threading.Thread(target=self._work, args=(line, worker), name=f"worker {i}.{worker}")
                 for i, line in enumerate(self._lines)
+                for worker in range(workers)
             ]
-            for worker in self._workers:
-                worker.start()
+            for thread in self._workers:
+                thread.start()
 
         def execute(self, requests: Sequence[Any]) -> list[None]:
             for request in requests:
@@ -135,8 +142,8 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
         def finalize(self) -> None:
             for line in self._lines:
                 line.close()
-            for worker in self._workers:
-                worker.join()
+            for thread in self._workers:
+                thread.join()
             self._stage.finalize()
             self._metrics.close()
 
@@ -159,15 +166,15 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
             if self._takes_deadline:
                 self._boards.write(*self._lines[0].waits_ns())
 
-        def _work(self, line: Line[_Waiting]) -> None:
+        def _work(self, line: Line[_Waiting], worker: int) -> None:
             while (turn := line.turn()) is not None:
                 # Where an answer cannot be sent (no room in /dev/shm, say), its sender takes nothing in its place, and
                 # the client's own time ends it (Triton 2.51). The others are answered: this is their only thread.
-                guarded(self._answer, turn)
-                line.done()
+                guarded(self._answer, turn, worker)
+                line.done(turn)
                 self._tell()
 
-        def _answer(self, turn: Turn[_Waiting]) -> None:
+        def _answer(self, turn: Turn[_Waiting], worker: int) -> None:
             for place in (*turn.late, *turn.batch):
                 self._metrics.leave(turn.begun_ns - place.received_ns)
             for place in turn.late:
@@ -175,7 +182,12 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 self._send(place, refused(late_error(place, turn.begun_ns)))
             if not turn.batch:
                 return
-            answers = guarded(self._stage.execute, [place.item for place in turn.batch])
+            items = [place.item for place in turn.batch]
+            if turn.beside:
+                beside: Callable[[int, Sequence[Any]], list[Any]] = self._stage.beside  # type: ignore[attr-defined]
+                answers = guarded(beside, worker, items)
+            else:
+                answers = guarded(self._stage.execute, items)
             if isinstance(answers, VisionfastError):
                 for _ in turn.batch:
                     self._metrics.count(kind_of(answers))

@@ -71,7 +71,8 @@ class Lanes:
         spec = manifest.spec
         self.batch = spec.batch
         """Images of one call of the engine."""
-        streams = min(threads, -(-max_batch // spec.batch))
+        self.streams = streams = min(threads, -(-max_batch // spec.batch))
+        """That compute at once."""
         (alone,) = load_graphs(folder, manifest, threads=threads)
         beside = load_streams(folder, manifest, threads=threads, streams=streams) if streams > 1 else []
         runners = [runner for runner in (alone, *beside) if isinstance(runner, Runner)]
@@ -98,6 +99,11 @@ class Lanes:
 
         done = list(self._pool.map(on_stream, items[: len(items) - alone]))
         return [*done, work(self._alone, items[-1])] if alone else done
+
+    def beside(self, stream: int, work: Callable[[Lane, _Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """`work` on every item, one after the other, by one stream, while others' use the others; not while `each` is
+        at work."""
+        return [work(self._streams[stream], item) for item in items]
 
     def on_all(self, work: Callable[[Lane], object]) -> None:
         """`work` on every lane, one after the other: the first call of each is slow."""

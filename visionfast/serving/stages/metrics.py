@@ -117,6 +117,12 @@ class StageMetrics:
         is_open, self._is_open = self._is_open, False
         if is_open:
             self._teller.leave()
+            # A figure that lives until the interpreter ends tells the server of its end then, by a channel that is
+            # closed: the process would end by SIGSEGV (pytriton 0.7.0).
+            self._of_stage.clear()
+            self._of_kind.clear()
+            for figure in ("_answered", "_queued", "_waiting", "_images", "_durations", "_queue", "_line", "_errors"):
+                self.__dict__.pop(figure, None)
 
     def _tell(self, message: Callable[[], None]) -> None:
         if self._is_open:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -121,6 +123,33 @@ def test_memory_does_not_grow_with_area_times_objects() -> None:
     few, many = peak_bytes(3), peak_bytes(60)
     assert few < 48 << 20  # one dense float32 plane is 46 MiB; 300 of them are 13 GiB
     assert many < few + (4 << 20)
+
+
+_ON_ONE_THREAD = """
+import time
+import numpy as np
+from visionfast.postprocess.prototypes import decode_masks
+from visionfast.preprocess.reference import letterbox_geometry
+
+rng = np.random.default_rng(0)
+planes, coefficients = rng.normal(0, 1, (32, 160, 160)).astype(np.float32), rng.normal(0, 1, (9, 32)).astype(np.float32)
+letterbox = letterbox_geometry((1080, 810), (640, 640))
+boxes = np.tile(np.array([100, 100, 700, 900], np.float32), (9, 1))
+decode_masks(planes, coefficients, boxes, letterbox)
+process, thread = time.process_time(), time.thread_time()
+for count in (1, 2, 9):
+    decode_masks(planes, coefficients[:count], boxes[:count], letterbox)
+    time.sleep(0.05)  # in which the BLAS's threads would wait for more to do
+print(time.process_time() - process, time.thread_time() - thread)
+"""
+
+
+def test_no_other_thread_works_or_waits_for_work() -> None:
+    """It would have the next image's engine wait."""
+    command = [sys.executable, "-c", _ON_ONE_THREAD]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    process, thread = map(float, done.stdout.split())
+    assert process < 1.2 * thread + 0.01  # processor time, not wall time: 7 times as much with OpenBLAS's threads
 
 
 @pytest.mark.parametrize(

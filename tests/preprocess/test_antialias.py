@@ -11,8 +11,8 @@ from PIL import Image
 
 from visionfast.errors import OptionError, ShapeError
 from visionfast.preprocess.antialias import fit, geometry, resize_antialias_float, resize_antialias_u8, triangle
-from visionfast.preprocess.bands import product
 from visionfast.preprocess.cpu_antialias import AntialiasPreprocessor
+from visionfast.products import product
 from visionfast.types import PreprocessSpec
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

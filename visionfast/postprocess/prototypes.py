@@ -11,6 +11,7 @@ rounded padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,11 +21,14 @@ import numpy.typing as npt
 
 from visionfast.errors import ShapeError
 from visionfast.postprocess.masks import InstanceMasks, counts_from_runs
+from visionfast.products import product
 from visionfast.types import FloatArray, Letterbox
 
 __all__ = ["decode_masks", "mask_logits_reference", "masks_reference"]
 
 _STRIP_PIXELS = 1 << 18  # of a box, decoded at once: 1 MiB of float32, which stays in the L2 cache
+_BLOCK = 16  # image pixels of one product: they need some five prototype pixels
+_TOGETHER = 16  # objects whose logits are one product
 
 
 def mask_logits_reference(
@@ -72,7 +76,7 @@ def decode_masks(
     prototypes' width, then strip by strip the columns. What a strip needs is its own few prototype columns.
     Beside the prototypes and the two matrices (4 bytes × (H × mh + W × mw)) the peak is a few MiB, however
     many objects there are and however large their boxes. Pixels whose logit is within rounding of 0 may fall
-    on either side.
+    on either side. Everything is computed on the calling thread.
 
     Args:
         prototypes: (M, mh, mw) float32 or float16; (h, w) of the input is a whole multiple of (mh, mw).
@@ -95,21 +99,39 @@ def decode_masks(
     rows, columns = _resampling(letterbox, (plane_h, plane_w))
     planes = np.ascontiguousarray(prototypes, np.float32).reshape(len(prototypes), -1)  # (M, mh · mw)
     (height, width), counts = letterbox.image_hw, []
-    for weights, (x1, y1, x2, y2) in zip(coefficients, xyxy.tolist(), strict=True):
+    for logits, (x1, y1, x2, y2) in zip(_logits(coefficients, planes), xyxy.tolist(), strict=True):
         left, right = max(0, math.ceil(x1)), min(width, math.ceil(x2))
         top, bottom = max(0, math.ceil(y1)), min(height, math.ceil(y2))
         runs = [np.zeros((2, 0), np.int64)]
         if left < right and top < bottom:
             first, last = rows.span(top, bottom)
-            with np.errstate(all="ignore"):  # NaN and infinite coefficients: no logit of theirs is above 0
-                logits = (weights @ planes[:, first * plane_w : last * plane_w]).reshape(-1, plane_w)
-                tall = logits.T @ rows.matrix[top:bottom, first:last].T  # (mw, bottom - top)
+            begin, end = columns.span(left, right)
+            wide = rows.enlarged(logits.reshape(-1, plane_w)[first:last, begin:end], top, bottom)
+            tall = np.ascontiguousarray(wide.T)  # (prototype columns that the box needs, bottom - top)
             step = max(1, _STRIP_PIXELS // (bottom - top))
-            for begin in range(left, right, step):
-                runs.append(_strip_runs(tall, columns, begin, min(begin + step, right), top, height))
-        start, end = np.concatenate(runs, axis=1)
-        counts.append(counts_from_runs(start, end, (height, width)))
+            for x in range(left, right, step):
+                end_x = min(x + step, right)
+                first, last = columns.span(x, end_x)
+                strip = columns.enlarged(tall[first - begin : last - begin], x, end_x)
+                runs.append(_strip_runs(strip, x, top, height))
+        start, stop = np.concatenate(runs, axis=1)
+        counts.append(counts_from_runs(start, stop, (height, width)))
     return InstanceMasks(tuple(counts), (height, width))
+
+
+def _logits(
+    coefficients: npt.NDArray[np.float32], planes: npt.NDArray[np.float32]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """(N, M) and (M, mh · mw) → each object's (mh · mw)."""
+    n, m = coefficients.shape
+    for begin in range(0, n, _TOGETHER):
+        some = coefficients[begin : begin + _TOGETHER]
+        weights = np.zeros((max(2, len(some)), m), np.float32)  # of one alone, it would be a product with a vector
+        weights[: len(some)] = some
+        logits = np.empty((len(weights), planes.shape[1]), np.float32)
+        with np.errstate(all="ignore"):  # NaN and infinite coefficients: no logit of theirs is above 0
+            product(weights, planes, logits)
+        yield from logits[: len(some)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +152,19 @@ class _Resampling:
         """Prototype pixels that image pixels `begin <= i < end` need."""
         return int(self.first[begin]), int(self.last[end - 1])
 
+    def enlarged(self, pixels: npt.NDArray[np.float32], begin: int, end: int) -> npt.NDArray[np.float32]:
+        """The prototype pixels of `span(begin, end)`, (p, m) → image pixels `begin <= i < end`, (end - begin, m)."""
+        result = np.empty((end - begin, pixels.shape[1]), np.float32)
+        offset = int(self.first[begin])
+        with np.errstate(all="ignore"):  # NaN and infinite logits are above nothing
+            for i in range(begin, end, _BLOCK):
+                j = min(i + _BLOCK, end)
+                first, last = self.span(i, j)
+                product(
+                    self.matrix[i:j, first:last], pixels[first - offset : last - offset], result[i - begin : j - begin]
+                )
+        return result
+
 
 @lru_cache(maxsize=4)  # a video or a camera has one geometry for all its pictures
 def _resampling(letterbox: Letterbox, plane_hw: tuple[int, int]) -> tuple[_Resampling, _Resampling]:
@@ -147,25 +182,20 @@ def _resampling(letterbox: Letterbox, plane_hw: tuple[int, int]) -> tuple[_Resam
     return axes[0], axes[1]
 
 
-def _strip_runs(
-    tall: npt.NDArray[np.float32], columns: _Resampling, begin: int, end: int, top: int, image_height: int
-) -> npt.NDArray[np.int64]:
-    """Runs of ones in columns `begin <= x < end` of a box that starts at row `top` and has `tall`'s height.
+def _strip_runs(strip: npt.NDArray[np.float32], left: int, top: int, image_height: int) -> npt.NDArray[np.int64]:
+    """Runs of logits above 0 in a part of a box, whose first pixel is (`left`, `top`); (columns, rows).
 
     Returns:
         (2, R) int64: where each run starts and ends, as column-major pixel indices of the whole image.
     """
-    first, last = columns.span(begin, end)
-    box_height = tall.shape[1]
+    width, height = strip.shape
     # One 0 before everything and one below each column: every run then has a start and an end of its own.
-    flat = np.zeros((end - begin) * (box_height + 1) + 1, np.bool_)
-    padded = flat[1:].reshape(end - begin, box_height + 1)
+    flat = np.zeros(width * (height + 1) + 1, np.bool_)
     with np.errstate(all="ignore"):
-        strip = columns.matrix[begin:end, first:last] @ tall[first:last]  # (columns, box_height)
-        np.greater(strip, 0, out=padded[:, :box_height])
-    edges = np.flatnonzero(flat[1:] != flat[:-1])  # positions in `padded`
-    x, y = np.divmod(edges, box_height + 1)
-    positions: npt.NDArray[np.int64] = (begin + x) * image_height + (top + y)
+        np.greater(strip, 0, out=flat[1:].reshape(width, height + 1)[:, :height])
+    edges = np.flatnonzero(flat[1:] != flat[:-1])  # positions behind the first 0
+    x, y = np.divmod(edges, height + 1)
+    positions: npt.NDArray[np.int64] = (left + x) * image_height + (top + y)
     return positions.reshape(-1, 2).T
 
 

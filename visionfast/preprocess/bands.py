@@ -16,13 +16,9 @@ import numpy.typing as npt
 
 from visionfast.preprocess.filters import FRACTION_BITS, Filter, fixed_point
 
-__all__ = ["Band", "BandedResize", "product"]
+__all__ = ["Band", "BandedResize"]
 
 _LONG = 1 << 16  # a longer side than a JPEG's: its matrix is made row by row, and not kept
-
-# OpenBLAS computes a product of no more than 2^18 multiplications on the calling thread. It shares out a larger one to
-# threads that spin until they are all done: where other work had the cores, 12 megapixels took 4.3 s instead of 0.35.
-_ONE_THREAD = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,16 +111,3 @@ def _short(resize: BandedResize) -> tuple[Band, ...]:
         # A copy: the BLAS is slow where the rows of a matrix don't lie together.
         bands.append(Band(slice(first, last), taken, matrix[first:last, : taken.stop - taken.start].copy()))
     return tuple(bands)
-
-
-def product(a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-    """`out = a @ b`, (m, k) and (k, n), in pieces that the BLAS does not share out to threads of its own."""
-    (m, k), n = a.shape, b.shape[1]
-    if m > n:
-        piece = max(1, _ONE_THREAD // (k * n))
-        for i in range(0, m, piece):
-            np.matmul(a[i : i + piece], b, out=out[i : i + piece])
-    else:
-        piece = max(1, _ONE_THREAD // (k * m))
-        for i in range(0, n, piece):
-            np.matmul(a, b[:, i : i + piece], out=out[:, i : i + piece])

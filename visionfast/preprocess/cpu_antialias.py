@@ -22,9 +22,10 @@ from PIL import Image
 
 from visionfast.errors import OptionError, ShapeError
 from visionfast.preprocess.antialias import check_image, geometry, padding
-from visionfast.preprocess.bands import Band, BandedResize, product
+from visionfast.preprocess.bands import Band, BandedResize
 from visionfast.preprocess.filters import triangle
 from visionfast.preprocess.levels import LevelTables
+from visionfast.products import product
 from visionfast.types import Letterbox, PreprocessSpec
 
 __all__ = ["AntialiasPreprocessor"]

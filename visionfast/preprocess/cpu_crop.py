@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from visionfast.errors import OptionError
 from visionfast.preprocess.antialias import check_image, geometry, rows_first, window_of
-from visionfast.preprocess.bands import Band, BandedResize, product
+from visionfast.preprocess.bands import Band, BandedResize
 from visionfast.preprocess.filters import cubic
 from visionfast.preprocess.levels import LevelTables, check_array
+from visionfast.products import product
 from visionfast.types import Letterbox, PreprocessSpec
 
 __all__ = ["CropPreprocessor"]

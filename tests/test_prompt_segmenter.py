@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,27 @@ def test_many_clicks_from_many_threads(mobile: Path, photographs: list[Path], fi
     assert outcome.most_bytes > 0
     if not fits:
         assert outcome.stats.evictions > 0
+
+
+def test_the_wait_for_anothers_image_is_a_stage_of_its_own(tmp_path: Path, photographs: list[Path]) -> None:
+    from small_segmenter import build_small_segmenter
+
+    with PromptSegmenter.open(build_small_segmenter(tmp_path / "small")) as segmenter:
+        assert "turn" not in segmenter.encode(photographs[0]).stage_ns
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.append(segmenter.encode(photographs[1])))
+        with segmenter.session._encoding:  # type: ignore[attr-defined]  # another image is being encoded
+            other.start()
+            while (frame := sys._current_frames().get(other.ident or 0)) is None or not (
+                frame.f_code.co_name == "encode" and frame.f_code.co_filename.endswith("prompts_host.py")
+            ):
+                assert other.is_alive()
+                time.sleep(0.001)
+            time.sleep(0.05)  # from asking whether it has to wait to waiting
+        other.join(60)
+    stage_ns = found[0].stage_ns
+    assert list(stage_ns) == ["hash", "decode", "turn", "preprocess", "encoder"]
+    assert stage_ns["turn"] > 0
 
 
 def test_masks_are_looked_at_one_by_one(segmenter: PromptSegmenter, photographs: list[Path]) -> None:

@@ -46,7 +46,8 @@ class EncodedImage:
         placed: where it lies in the network's input.
         features: the encoder's outputs; read-only.
         model: which engine they are of.
-        stage_ns: nanoseconds of `hash`, and where it was not in the cache `decode`, `preprocess` and `encoder`.
+        stage_ns: nanoseconds of `hash`, and where it was not in the cache `decode`, `preprocess` and `encoder`; also
+            `turn`, the wait for other threads' images.
     """
 
     image_hw: tuple[int, int]

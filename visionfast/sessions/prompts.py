@@ -66,7 +66,8 @@ class PromptSession(Protocol):
 
         Args:
             pixels: of the image.
-            stage_ns: takes the nanoseconds of `preprocess` and `encoder`, where it is given.
+            stage_ns: takes the nanoseconds of `preprocess` and `encoder`, where it is given; and of `turn`, where
+                another thread's image was encoded first.
 
         Raises:
             BackendError: the runtime failed, or the session is closed.

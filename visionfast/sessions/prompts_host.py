@@ -46,6 +46,7 @@ class HostPromptSession:
 
     def encode(self, pixels: npt.NDArray[np.uint8], stage_ns: dict[str, int] | None = None) -> Features:
         """As `PromptSession.encode`."""
+        came, waits = perf_counter_ns(), self._encoding.locked()
         with self._encoding:
             self._check_open()
             started = perf_counter_ns()
@@ -53,6 +54,8 @@ class HostPromptSession:
             prepared = perf_counter_ns()
             features = self._encoder.infer({self._encoder.inputs[0].name: self._image})
         if stage_ns is not None:
+            if waits:
+                stage_ns["turn"] = started - came
             stage_ns["preprocess"] = prepared - started
             stage_ns["encoder"] = perf_counter_ns() - prepared
         return features

@@ -184,6 +184,14 @@ def test_headlines(inputs: tuple[Input, ...]) -> None:
         assert summary.parts.adds_up
 
 
+@pytest.mark.parametrize("scenario", ["multi-stream", "offline"])
+def test_every_round_has_as_many_requests_for_each_thread(inputs: tuple[Input, ...], scenario: Any) -> None:
+    """With three for two threads, the third would be both threads' time."""
+    record = measure([Sleeping("a", 0.01)], inputs[:3], scenarios=[scenario], seconds=0.001, streams=2, all_inputs=True)
+    _, counts = np.unique(record.samples["a", scenario].round, return_counts=True)
+    assert set(counts.tolist()) == {4}
+
+
 def test_a_single_image_is_given_to_every_thread_of_offline(inputs: tuple[Input, ...]) -> None:
     record = measure([Sleeping("a", 0.001)], inputs[:1], scenarios=["offline"], seconds=0.001, streams=3)
     assert len(record.samples["a", "offline"]) == 8 * 3

@@ -106,9 +106,9 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 self._boards.open()
             self._stage = stage()
             self._stage.initialize(args)
-            workers = getattr(self._stage, "workers", 1)
+            workers = getattr(self._stage, "workers", None)
             # More than can be computed at once would have the first one wait for the last.
-            together = spec.batch if workers > 1 else machine.usable_cpus() * spec.batch
+            together = machine.usable_cpus() * spec.batch if workers is None else spec.batch
             self._lines: list[Line[_Waiting]] = [
                 Line(
                     [QueueLimits(**told[level]) for level in LEVELS],
@@ -116,14 +116,14 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                     delay_ns=0 if prompts else told["delay_us"] * 1000,
                     # Some clicks ask for one mask, and some for a hundred: no mean says when the next is answered.
                     even=not prompts,
-                    workers=workers,
+                    workers=workers or 1,
                 )
                 for _ in range(getattr(stage, "lines", 1))
             ]
             self._workers = [
                 threading.Thread(target=self._work, args=(line, worker), name=f"worker {i}.{worker}")
                 for i, line in enumerate(self._lines)
-                for worker in range(workers)
+                for worker in range(workers or 1)
             ]
             for thread in self._workers:
                 thread.start()

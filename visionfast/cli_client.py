@@ -102,6 +102,8 @@ def client_verb(
     )
     if shared_colours and save is None:
         raise OptionError("--shared-colours: goes with --save, whose pictures have them")
+    if shared_colours and (trace or trace_json is not None):
+        raise OptionError("--shared-colours: asks about every image twice; leave it or --trace out")
     priority: Priority = "offline" if offline else "online"
     with Client(url, name, timeout=timeout) as client:
         task = client.spec.task
@@ -113,25 +115,40 @@ def client_verb(
             from visionfast.waterfall import Traces
 
             traces = Traces(shown=None if not trace else sys.stderr if json == "-" else sys.stdout, to=trace_json)
-        if task == "embed":
-            from visionfast.predict_served import run_served_embedder
+        try:
+            if task == "embed":
+                from visionfast.predict_served import run_served_embedder
 
-            bad = run_served_embedder(
-                client, paths, priority=priority, save=save, json_to=json, shared_colours=shared_colours, traces=traces
-            )
-        elif task == "prompt-segment":
-            from visionfast.predict_served import run_served_segmenter
+                bad = run_served_embedder(
+                    client,
+                    paths,
+                    priority=priority,
+                    save=save,
+                    json_to=json,
+                    shared_colours=shared_colours,
+                    traces=traces,
+                )
+            elif task == "prompt-segment":
+                from visionfast.predict_served import run_served_segmenter
 
-            prompts = None if everything else asked.prompts()
-            bad = run_served_segmenter(
-                client, paths, prompts, asked.of_everything, priority=priority, save=save, json_to=json, traces=traces
-            )
-        else:
-            from visionfast.predict_served import run_served_detector
+                prompts = None if everything else asked.prompts()
+                bad = run_served_segmenter(
+                    client,
+                    paths,
+                    prompts,
+                    asked.of_everything,
+                    priority=priority,
+                    save=save,
+                    json_to=json,
+                    traces=traces,
+                )
+            else:
+                from visionfast.predict_served import run_served_detector
 
-            options: Options = {"priority": priority, **of_detector}  # type: ignore[typeddict-item]
-            bad = run_served_detector(client, paths, options, save=save, json_to=json, traces=traces)
-        if traces is not None:
-            traces.end()
+                options: Options = {"priority": priority, **of_detector}  # type: ignore[typeddict-item]
+                bad = run_served_detector(client, paths, options, save=save, json_to=json, traces=traces)
+        finally:  # also of those that were answered before the server failed
+            if traces is not None:
+                traces.end()
     if bad:
         raise typer.Exit(1)

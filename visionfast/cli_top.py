@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
+import sys
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,10 +51,14 @@ def top_verb(
                     after = scrape(address)
                     activity = activity_between(before, after)
                 except ServerError as error:
-                    if live is None:
+                    if once:
                         raise
                     # It may be starting again.
-                    live.update(f"{one_line(str(error))}; looking again", refresh=True)
+                    told = f"{one_line(str(error))}; looking again"
+                    if live is None:
+                        print(f"visionfast: {told}", file=sys.stderr, flush=True)
+                    else:
+                        live.update(told, refresh=True)
                     continue
                 before = after
                 if json:

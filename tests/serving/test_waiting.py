@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from visionfast.errors import DeadlineError, QueueFullError
+from visionfast.serving.guarded import guarded
 from visionfast.serving.scheduling import QueueLimits
 from visionfast.serving.waiting import Line, Place, Turn
 
@@ -344,6 +347,72 @@ def test_a_wait_is_foretold_from_what_all_workers_do() -> None:
     line.done(next_turn(line))
     with pytest.raises(QueueFullError):
         line.join("d", timeout_ns=1 * MS)
+
+
+def test_one_that_took_long_beside_others_does_not_shut_the_others_out() -> None:
+    line, clock = a_line(images=1, workers=2)
+    learn(line, clock, 50)
+    for name in "ab":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(5000)  # two huge pictures, say
+    for turn in turns:
+        line.done(turn)
+    refused = 0
+    for _ in range(100):
+        line.join("first", timeout_ns=1000 * MS)
+        alone = next_turn(line)
+        clock.pass_ms(8)
+        try:
+            line.join("second", timeout_ns=1000 * MS)
+        except QueueFullError:
+            refused += 1
+        clock.pass_ms(42)
+        line.done(alone)
+        if len(line):
+            second = next_turn(line)
+            clock.pass_ms(50)
+            line.done(second)
+    assert refused < 20
+
+
+def test_behind_one_that_is_alone_a_request_will_be_alone_too() -> None:
+    line, clock = a_line(images=1, workers=2)
+    learn(line, clock, 50)
+    for name in "ab":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(90)
+    for turn in turns:
+        line.done(turn)
+    line.join("a")
+    next_turn(line)
+    line.join("b", timeout_ns=126 * MS)  # 50 and 50, and a quarter for safety
+    with pytest.raises(QueueFullError):
+        line.join("c", timeout_ns=126 * MS)
+
+
+def test_a_refused_request_is_let_go_at_once() -> None:
+    """Its error keeps no frame, and no frame the request: a cycle would stay until the collector comes by."""
+    line, clock = a_line()
+
+    class Held:
+        pass
+
+    kept = []
+
+    def execute() -> None:
+        item = Held()
+        kept.append(weakref.ref(item))
+        error = guarded(lambda: line.join(item, deadline_ns=clock.ns))  # type: ignore[arg-type]
+        assert isinstance(error, DeadlineError)
+
+    gc.disable()
+    try:
+        execute()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_workers_that_wait_end_when_the_line_is_closed() -> None:

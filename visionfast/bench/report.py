@@ -42,7 +42,8 @@ _SCENARIOS: dict[Scenario, str] = {
     "single-stream": "One image at a time: the next one comes when the last is answered.",
     "multi-stream": "Several images at once: the next ones come when all are answered, and the slowest one counts.",
     "server": "Images come at random times, whether or not anyone is free; waiting counts. Where no rate was named "
-    "it is the highest that was found at which 99 % are answered within the bound.",
+    "it is the highest that was found at which 99 % are answered within the bound; 0.9 of it where that did "
+    "not last.",
     "offline": "All images are there from the beginning: what counts is how many are answered in a second.",
 }
 

@@ -238,6 +238,7 @@ class _Run:
             taken, beside = self._served(system, rate, controls, first)
             if rate_per_s is None and not keeps(samples_of(taken, {}), bound * 1e6):
                 rate *= 0.9  # the search's windows are short, and this one is what counts
+                tell(f"server, {key} at {rate:.3g}/s: the rate before did not keep its bound for so long")
                 taken, beside = self._served(system, rate, controls, first)
             blocks[key] = taken
             for control, rows in beside.items():

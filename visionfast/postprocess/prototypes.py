@@ -11,7 +11,7 @@ rounded padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ __all__ = ["decode_masks", "mask_logits_reference", "masks_reference"]
 
 _STRIP_PIXELS = 1 << 18  # of a box, decoded at once: 1 MiB of float32, which stays in the L2 cache
 _BLOCK = 16  # image pixels of one product: they need some five prototype pixels
-_TOGETHER = 16  # objects whose logits are one product
+_TOGETHER, _LOGITS = 16, 1 << 19  # objects whose logits are one product, and how many logits those are at most
 
 
 def mask_logits_reference(
@@ -98,40 +98,67 @@ def decode_masks(
     _, plane_h, plane_w = prototypes.shape
     rows, columns = _resampling(letterbox, (plane_h, plane_w))
     planes = np.ascontiguousarray(prototypes, np.float32).reshape(len(prototypes), -1)  # (M, mh · mw)
-    (height, width), counts = letterbox.image_hw, []
-    for logits, (x1, y1, x2, y2) in zip(_logits(coefficients, planes), xyxy.tolist(), strict=True):
-        left, right = max(0, math.ceil(x1)), min(width, math.ceil(x2))
-        top, bottom = max(0, math.ceil(y1)), min(height, math.ceil(y2))
-        runs = [np.zeros((2, 0), np.int64)]
-        if left < right and top < bottom:
-            first, last = rows.span(top, bottom)
-            begin, end = columns.span(left, right)
-            wide = rows.enlarged(logits.reshape(-1, plane_w)[first:last, begin:end], top, bottom)
-            tall = np.ascontiguousarray(wide.T)  # (prototype columns that the box needs, bottom - top)
-            step = max(1, _STRIP_PIXELS // (bottom - top))
-            for x in range(left, right, step):
-                end_x = min(x + step, right)
-                first, last = columns.span(x, end_x)
-                strip = columns.enlarged(tall[first - begin : last - begin], x, end_x)
-                runs.append(_strip_runs(strip, x, top, height))
-        start, stop = np.concatenate(runs, axis=1)
-        counts.append(counts_from_runs(start, stop, (height, width)))
+    height, width = letterbox.image_hw
+    nothing = np.zeros(0, np.int64)
+    counts = [counts_from_runs(nothing, nothing, (height, width))] * len(xyxy)  # of an empty box
+    boxes = {}
+    for number, (x1, y1, x2, y2) in enumerate(xyxy.tolist()):
+        box = max(0, math.ceil(x1)), max(0, math.ceil(y1)), min(width, math.ceil(x2)), min(height, math.ceil(y2))
+        if box[0] < box[2] and box[1] < box[3]:
+            boxes[number] = box
+    spans = {number: rows.span(top, bottom) for number, (_, top, _, bottom) in boxes.items()}
+    for number, logits in _logits(coefficients, planes, spans, plane_w):
+        left, top, right, bottom = boxes[number]
+        begin, end = columns.span(left, right)
+        wide = rows.enlarged(logits[:, begin:end], top, bottom)
+        tall = np.ascontiguousarray(wide.T)  # (prototype columns that the box needs, bottom - top)
+        step = max(1, _STRIP_PIXELS // (bottom - top))
+        runs = []
+        for x in range(left, right, step):
+            end_x = min(x + step, right)
+            first, last = columns.span(x, end_x)
+            strip = columns.enlarged(tall[first - begin : last - begin], x, end_x)
+            runs.append(_strip_runs(strip, x, top, height))
+        start, end_at = np.concatenate(runs, axis=1)
+        counts[number] = counts_from_runs(start, end_at, (height, width))
     return InstanceMasks(tuple(counts), (height, width))
 
 
 def _logits(
-    coefficients: npt.NDArray[np.float32], planes: npt.NDArray[np.float32]
-) -> Iterator[npt.NDArray[np.float32]]:
-    """(N, M) and (M, mh · mw) → each object's (mh · mw)."""
-    n, m = coefficients.shape
-    for begin in range(0, n, _TOGETHER):
-        some = coefficients[begin : begin + _TOGETHER]
-        weights = np.zeros((max(2, len(some)), m), np.float32)  # of one alone, it would be a product with a vector
-        weights[: len(some)] = some
-        logits = np.empty((len(weights), planes.shape[1]), np.float32)
+    coefficients: npt.NDArray[np.float32],
+    planes: npt.NDArray[np.float32],
+    spans: Mapping[int, tuple[int, int]],
+    plane_w: int,
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Each object with its logits in the rows that it needs, some objects in one product.
+
+    Args:
+        coefficients: (N, M).
+        planes: (M, mh · mw).
+        spans: object → first and last row, exclusive, of its box.
+        plane_w: mw.
+
+    Yields:
+        An object's number, and (rows, mw); in the order of the rows, so that those of one product need nearly the same.
+    """
+    waiting = sorted(spans, key=spans.__getitem__)
+    while waiting:
+        first, last = spans[waiting[0]]
+        together = 0
+        for number in waiting[:_TOGETHER]:
+            wider = max(last, spans[number][1])
+            if together and (together + 1) * (wider - first) * plane_w > _LOGITS:
+                break
+            last, together = wider, together + 1
+        some, waiting = waiting[:together], waiting[together:]
+        weights = np.zeros((max(2, together), coefficients.shape[1]), np.float32)
+        weights[:together] = coefficients[some]  # at least two rows: of one, it would be a product with a vector
+        logits = np.empty((len(weights), (last - first) * plane_w), np.float32)
         with np.errstate(all="ignore"):  # NaN and infinite coefficients: no logit of theirs is above 0
-            product(weights, planes, logits)
-        yield from logits[: len(some)]
+            product(weights, planes[:, first * plane_w : last * plane_w], logits)
+        for row, number in zip(logits.reshape(len(weights), -1, plane_w), some, strict=False):
+            begin, end = spans[number]
+            yield number, row[begin - first : end - first]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

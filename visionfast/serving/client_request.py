@@ -206,6 +206,8 @@ def refusal(where: str, model: str, text: str | None) -> VisionfastError:
         return QueueFullError(f"{where}: {model}: too many requests wait already; send fewer at a time, or try later")
     if "Request timeout expired" in line:
         return DeadlineError(f"{where}: {model}: the request's time ran out while it waited for its turn")
+    if "has no available versions" in line:
+        line = f"the server is ending, or does not serve it any more ({line})"
     return ServerError(f"{where}: {model}: {line}")
 
 

@@ -168,6 +168,7 @@ class Line(Generic[_T]):
                     "try later"
                 )
             if (wait_ns := self._wait_ns(level, now_ns) + behind_ns) and now_ns + _SAFETY * wait_ns > deadline_ns:
+                self._forget(1)
                 raise QueueFullError(
                     f"too many requests wait already, {wait_ns / 1e6:.0f} ms of work, and this one has "
                     f"{(deadline_ns - now_ns) / 1e6:.0f} ms; send fewer at a time, or try later"
@@ -190,11 +191,17 @@ class Line(Generic[_T]):
         left_ns = [self._expected_ns(turn.images, turn.beside) - (now_ns - turn.begun_ns) for turn in self._at_work]
         is_free = not left_ns or (self._at_work[0].beside and len(left_ns) < self._workers)
         first_ns = 0.0 if is_free else max(0.0, min(left_ns))
-        return first_ns + ahead * self._image_ns + (self._expected_ns(1, self._workers > 1) or self._image_ns)
+        # Behind one that is alone, and before anybody else, it will be alone, too.
+        beside = self._workers > 1 and (ahead > 0 or is_free or len(left_ns) > 1)
+        return first_ns + ahead * self._image_ns + (self._expected_ns(1, beside) or self._image_ns)
 
     def _expected_ns(self, images: int, beside: bool) -> float:
-        """What a batch takes; 0 as long as nobody knows."""
-        return self._spent_ns.get((images, beside)) or self._spent_ns.get((images, not beside), 0.0)
+        """What a batch takes; 0 as long as nobody knows. Beside others it does not take longer than all workers' would
+        alone: one that took seconds because of its size says nothing of the others."""
+        alone_ns, beside_ns = (self._spent_ns.get((images, which), 0.0) for which in (False, True))
+        if beside and alone_ns and beside_ns:
+            return min(beside_ns, _SAFETY * self._workers * alone_ns)
+        return (beside_ns or alone_ns) if beside else (alone_ns or beside_ns)
 
     # ---- the workers ------------------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class TritonPythonModel:
             try:
                 ready[slot] = session.prepare(asked.image, name="bytes")
             except ImageError as error:
-                answers[slot] = error
+                answers[slot] = error.with_traceback(None)  # see `guarded`
         if ready:
             patches = any(images[slot].options.get("patches", False) for slot in ready)
             found = session.embed(list(ready.values()), patches=patches)

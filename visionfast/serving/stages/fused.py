@@ -59,7 +59,7 @@ class TritonPythonModel:
             try:
                 placed[slot] = place(asked.image, lane.preprocessor, lane.canvas[slot], self._deployed.limits)
             except ImageError as error:
-                answers[slot] = error
+                answers[slot] = error.with_traceback(None)  # see `guarded`
         if placed:
             outputs, engine_ns = lane.infer(lane.canvas)
             for slot, (letterbox, stage_ns) in placed.items():

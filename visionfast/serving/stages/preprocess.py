@@ -68,7 +68,7 @@ class TritonPythonModel:
             try:
                 letterbox, stage_ns = place(image, self._preprocessor, canvas[i], self._deployed.limits)
             except ImageError as error:
-                problems[i] = error
+                problems[i] = error.with_traceback(None)  # see `guarded`
                 canvas[i] = 0  # not what an image before it left there
                 self._metrics.count(error.kind)
                 continue

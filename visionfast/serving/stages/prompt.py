@@ -125,7 +125,7 @@ class TritonPythonModel:
                 found = self._masks(asked, slot, request)
             except ImageError as error:
                 self._metrics.count(kind_of(error))
-                answers.append(error)
+                answers.append(error.with_traceback(None))  # see `guarded`
             else:
                 self._metrics.observe(found.stage_ns)
                 answers.append(found)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +17,10 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from visionfast import artifacts, machine
-from visionfast.errors import ImageError, InputError, OptionError, ServerError, VisionfastError
+from visionfast.errors import ImageError, InputError, OptionError, VisionfastError
 from visionfast.loading import check_outputs
 from visionfast.preprocess.limits import DecodeLimits
+from visionfast.serving.guarded import guarded
 from visionfast.serving.options import options_of_request
 from visionfast.serving.wire import fault_text, options_of, unpack_image, unpack_options
 from visionfast.types import EngineManifest
@@ -108,7 +108,7 @@ def images_of(request: Any) -> list[bytes | ImageError]:
         try:
             images.append(unpack_image(image, length))
         except ImageError as error:
-            images.append(error)
+            images.append(error.with_traceback(None))
     return images
 
 
@@ -136,15 +136,3 @@ def refused(error: VisionfastError) -> Any:
     """The answer to a request that has none."""
     code = pb_utils.TritonError.INVALID_ARG if isinstance(error, InputError) else pb_utils.TritonError.INTERNAL
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(fault_text(error), code))
-
-
-def guarded(work: Callable[..., _T], *args: Any) -> _T | VisionfastError:
-    """What `work` gives, or the error that it raised: what nobody foresaw is in the log, and harms nobody else."""
-    try:
-        return work(*args)
-    except VisionfastError as error:
-        return error
-    except Exception as error:
-        traceback.print_exc()
-        told = " ".join(str(error).split())
-        return ServerError(f"{type(error).__name__}: {told} (a defect of visionfast; the server's log shows where)")

@@ -109,7 +109,8 @@ def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | No
     """Holds what a call would write against what it reads, by the files' identities, whatever their names are.
 
     Raises:
-        OptionError: a picture or the JSON would take the place of an image of this call, or of one another.
+        OptionError: a picture or the JSON would take the place of an image of this call, or of one another; or the
+            pictures' folder is a file.
     """
     inputs = _Files(paths)
     if json_to not in (None, "-", "") and (source := inputs.same(Path(os.path.realpath(json_to)))) is not None:
@@ -118,6 +119,8 @@ def check_targets(paths: Sequence[Path], *, save: Path | None, json_to: str | No
         )
     if save is None:
         return
+    if os.path.exists(save) and not os.path.isdir(save):  # noqa: PTH110, PTH112
+        raise OptionError(f"--save {save}: expected a folder, got a file; name another place")
     pictures = {path: save / name for path, name in _picture_names(paths).items()}
     for path, target in pictures.items():
         if (source := inputs.same(target)) is None:

@@ -13,6 +13,7 @@ from visionfast.bench.breakdown import breakdown
 from visionfast.bench.records import Record, Scenario
 from visionfast.bench.report_tables import NOT_COMPARED
 from visionfast.bench.scaling import Curve
+from visionfast.bench.summary import query_latency_ns
 from visionfast.bench.waterfall import Waterfall, waterfall
 from visionfast.terminal import one_line
 
@@ -64,9 +65,15 @@ def pictures(chapter: Chapter) -> Iterator[tuple[str, str, Callable[[], Figure]]
     for scenario in record.scenarios:
         run = [s for s in record.systems if s.kind not in NOT_COMPARED and (s.key, scenario) in record.samples]
         answered = {s.name: record.samples[s.key, scenario].answered for s in run}
-        latency_ms = {name: samples.latency_ns / 1e6 for name, samples in answered.items() if len(samples)}
+        # As the table has them: in multi-stream a group is answered when its last image is.
+        grouped = scenario == "multi-stream"
+        latency_ms = {
+            name: (query_latency_ns(samples) if grouped else samples.latency_ns) / 1e6
+            for name, samples in answered.items()
+            if len(samples)
+        }
         if latency_ms:
-            said = f"latencies in {scenario}, each request a dot, a row for each system"
+            said = f"latencies in {scenario}, each {'group' if grouped else 'request'} a dot, a row for each system"
             yield f"{scenario}", said, partial(figures.distribution_figure, latency_ms)
         parts = {name: _parts_ms(record, s.key, scenario) for name, s in zip(answered, run, strict=True)}
         parts = {name: one for name, one in parts.items() if len(one) > 1}

@@ -66,7 +66,10 @@ def distribution_figure(latency_ms: Mapping[str, npt.NDArray[np.float64]]) -> Fi
                 va="center",
                 color=INK,
             )
-        axes.set_xlabel("latency, ms: a dot is a request; thick P50 (its figure at the right), thin P95 and P99")
+        axes.set_xlabel(
+            "latency, ms: a dot is a request, in multi-stream a group; "
+            "thick P50 (its figure at the right), thin P95 and P99"
+        )
     return figure
 
 

@@ -12,33 +12,26 @@ slope's confidence interval against a bound (`flatness`).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import io
 import os
-import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from flatness import FIGURES, Series, Trend, read_process, shared_memory_bytes, trend
-from PIL import Image
+from soak_load import Asked, Load, mixed_images
 
-import visionfast as vf
-from visionfast.errors import DeadlineError, ImageError, QueueFullError, ServerError, VisionfastError
+from visionfast.errors import VisionfastError
 from visionfast.serving.ensemble import Layout
 from visionfast.serving.repository import deploy
 from visionfast.serving.scheduling import Scheduling
 from visionfast.serving.server import Server
 
-__all__ = ["Plan", "Soak", "bound_of", "mixed_images", "soak"]
+__all__ = ["Plan", "Soak", "bound_of", "soak"]
 
 BOUNDS: Mapping[str, float] = {"threads": 1.0, "descriptors": 3.0}
 """Growth over the whole run that counts as none."""
@@ -96,93 +89,6 @@ def bound_of(key: tuple[str, str], seen: Trend) -> float:
     return SHM_BYTES if who == "shared memory" else max(RSS_BYTES, RSS_SHARE * seen.level)
 
 
-def mixed_images(photographs: Sequence[bytes], seed: int) -> list[tuple[str, bytes]]:
-    """Good and bad, small and large: a name and its bytes."""
-    noise = np.random.default_rng(seed)
-    made: list[tuple[str, bytes]] = [("good", photograph) for photograph in photographs]
-    for height, width in ((1, 1), (17, 640), (640, 17), (64, 64), (480, 640), (1080, 1920)):
-        for kind in ("PNG", "JPEG"):
-            file = io.BytesIO()
-            Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)).save(file, kind)
-            made.append(("good", file.getvalue()))
-    made += [("bad", b""), ("bad", b"no image"), ("bad", noise.bytes(50_000)), ("bad", photographs[0][:5000])]
-    made.append(("bad", b"P6\n60000 60000\n255\n" + bytes(100)))  # it claims what nobody has
-    return made
-
-
-# ---- the load -----------------------------------------------------------------------------------------------------
-
-
-class _Load:
-    """Asks at random, until told to end."""
-
-    def __init__(self, server: Server, names: Sequence[str], images: Sequence[tuple[str, bytes]], plan: Plan) -> None:
-        self._server, self._names, self._images, self._rate = server, names, images, plan.rate
-        self._random = random.Random(plan.seed)
-        self._ending, self.paused = threading.Event(), threading.Event()
-        self.outcomes: Counter[str] = Counter()
-        self._clients: dict[tuple[str, str], vf.Client] = {}
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> _Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        self._thread.join()
-        for client in self._clients.values():
-            client.close()
-
-    def warm_up(self) -> None:
-        """Everything, and all that may be under way at once: the most there ever was decides what a process keeps."""
-        for name in self._names:
-            for url in (self._server.grpc_url, self._server.http_url):
-                with vf.Client(url, name, timeout=60) as client:
-                    images = [image for _, image in self._images]
-                    client(images, on_error="return", conf=0.1)
-                    client(images, on_error="return", conf=0.1, deadline_ms=1)  # given up, and still on the server
-
-    def _run(self) -> None:
-        while not self._ending.wait(self._random.expovariate(self._rate)):
-            self.outcomes[self._ask()] += 1
-
-    def _ask(self) -> str:
-        kind, image = self._random.choice(self._images)
-        name, scheme = self._random.choice(self._names), self._random.choice(("grpc", "http"))
-        url = self._server.grpc_url if scheme == "grpc" else self._server.http_url
-        options: dict[str, Any] = {"conf": self._random.choice((0.1, 0.25))}
-        if self._random.random() < 0.3:
-            options["priority"] = "offline"
-        if self._random.random() < 0.1:
-            options["deadline_ms"] = self._random.choice((1, 5, 2000))
-        try:
-            way = self._random.random()
-            if way < 0.15:  # it comes, asks, and goes
-                with vf.Client(url, name, timeout=20) as client:
-                    client(image, **options)
-            elif way < 0.3:
-                asyncio.run(_ask_async(url, name, image, options))
-            else:
-                if (client := self._clients.get((scheme, name))) is None:
-                    client = self._clients[scheme, name] = vf.Client(url, name, timeout=20)
-                client(image, **options)
-        except ImageError:
-            return "image error" if kind == "bad" else "a good image was refused"
-        except (QueueFullError, DeadlineError):
-            return "refused or late"
-        except ServerError as error:
-            if not self.paused.is_set():
-                print(f"{name}, {scheme}: {error}", file=sys.stderr)
-            return "no server meanwhile" if self.paused.is_set() else "server error"
-        return "answered" if kind == "good" else "a bad image was answered"
-
-
-async def _ask_async(url: str, name: str, image: bytes, options: Mapping[str, Any]) -> None:
-    async with vf.AsyncClient(url, name, timeout=20) as client:
-        await client(image, **options)
-
-
 # ---- watching -----------------------------------------------------------------------------------------------------
 
 
@@ -199,35 +105,38 @@ def soak(engine: Path, images: Sequence[tuple[str, bytes]], plan: Plan) -> Soak:
     server = Server(pipelines, http=0, grpc=0, metrics=0, cache_bytes=4 << 20)
     began = time.monotonic()
     life_s = plan.seconds / (plan.restarts + 1)
+    load: Load | None = None
     server.__enter__()
     try:
-        load = _Load(server, [path.name for path in pipelines], images, plan)
-        load.warm_up()
-        with load:
-            for life in range(plan.restarts + 1):
-                if life:
-                    load.paused.set()
-                    deployed()
-                    stopped = time.monotonic()
-                    server.__exit__(None, None, None)
-                    server.__enter__()
-                    seen.restarts_s.append(time.monotonic() - stopped)
-                    load.warm_up()
-                    time.sleep(2.0)  # requests that were under way get to know what came of them
-                    load.paused.clear()
-                ends = time.monotonic() + life_s
-                while time.monotonic() < ends:
-                    _sample(seen, server, time.monotonic() - began, life)
-                    time.sleep(plan.sample_s)
-        seen.outcomes = load.outcomes
+        urls = {"grpc": server.grpc_url, "http": server.http_url}
+        load = Load(Asked(urls, [path.name for path in pipelines], images, plan.rate, plan.seed))
+        for life in range(plan.restarts + 1):
+            if life:
+                load.pause()
+                deployed()
+                stopped = time.monotonic()
+                server.__exit__(None, None, None)
+                server.__enter__()
+                seen.restarts_s.append(time.monotonic() - stopped)
+            load.warm_up()
+            if life:
+                time.sleep(2.0)  # requests that were under way get to know what came of them
+            load.resume()
+            ends = time.monotonic() + life_s
+            while time.monotonic() < ends:
+                _sample(seen, server, load.pid, time.monotonic() - began, life)
+                time.sleep(plan.sample_s)
+        seen.outcomes = load.end()
     finally:
+        if load is not None:
+            load.close()
         server.__exit__(None, None, None)
     return seen
 
 
-def _sample(seen: Soak, server: Server, seconds: float, life: int) -> None:
+def _sample(seen: Soak, server: Server, clients: int, seconds: float, life: int) -> None:
     assert server.pid is not None
-    processes = {"server": server.pid, "clients": os.getpid()} | {stage.name: stage.pid for stage in server.stages}
+    processes = {"server": server.pid, "clients": clients} | {stage.name: stage.pid for stage in server.stages}
     for name, pid in processes.items():
         if (told := read_process(pid)) is None:
             raise VisionfastError(f"{name} (process {pid}) is gone; {server.fault()} (log: {server.log})")

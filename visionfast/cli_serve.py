@@ -70,6 +70,7 @@ def serve_verb(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda *_: server.ask_to_stop())
+    print(f"visionfast: {', '.join(server.pipelines)}: loading", file=sys.stderr, flush=True)
     server.run(_say)
     print("visionfast: stopped", file=sys.stderr)
 

@@ -13,9 +13,10 @@ from synthetic_records import STAGES, record_of, samples_of_ms, steps_record
 
 from visionfast.bench.baselines import Absent
 from visionfast.bench.chapter import Chapter, pictures
+from visionfast.bench.comparison import images_per_second
 from visionfast.bench.records import Record, System
 from visionfast.bench.report import write_plots, write_report
-from visionfast.bench.report_tables import compared, images_per_second
+from visionfast.bench.report_tables import compared
 from visionfast.bench.scaling import Curve
 
 HOSTILE = '<script>alert("x")</script> & $x^2$ \u202e\x1b[31m 眼 https://example.com/a.png'

@@ -191,3 +191,5 @@ def test_shape_errors() -> None:
     for planes in (np.zeros((4, 16, 16)), np.zeros((3, 16, 15)), np.zeros((3, 0, 0)), np.zeros((3, 32, 16))):
         with pytest.raises(ShapeError, match="prototypes"):
             decode_masks(planes.astype(np.float32), weights, boxes, letterbox)
+    with pytest.raises(ShapeError, match="above 0"):
+        decode_masks(np.zeros((0, 16, 16), np.float32), np.zeros((2, 0), np.float32), boxes, letterbox)

@@ -182,6 +182,13 @@ def test_wrong_options_of_everything(
     assert str(caught.value).startswith(said)
 
 
+def test_what_segment_does_not_know(small_served: Callable[[str], Served], photographs: list[Path]) -> None:
+    with client_of(small_served("prompt")) as client:
+        for ask in (client.segment, client.traced_segment):
+            with pytest.raises(OptionError, match=r"option 'point': expected one of points, boxes, mask_input, "):
+                ask(photographs[0], point=[(1, 1, 1)])  # type: ignore[call-arg]
+
+
 # ---- images that are kept -----------------------------------------------------------------------------------------
 
 

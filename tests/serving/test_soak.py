@@ -13,7 +13,8 @@ from tiny_pipeline import MODEL, ask, write_pipeline
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from flatness import FIGURES, Series, read_process, trend
-from soak import Plan, bound_of, mixed_images, soak
+from soak import Plan, bound_of, soak
+from soak_load import mixed_images
 
 from visionfast.serving.server import Server
 

@@ -10,10 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from visionfast.bench.comparison import time_ratio
 from visionfast.bench.gate import Verdict
 from visionfast.bench.load import QUIET
 from visionfast.bench.records import Record, Scenario
-from visionfast.bench.statistics import Percentile, paired, ratio
+from visionfast.bench.statistics import Percentile
 from visionfast.bench.summary import PERCENTS, Summary, summaries
 from visionfast.terminal import one_line
 
@@ -84,13 +85,15 @@ def _ms(spent_ns: float) -> str:
 
 def _over_bare(record: Record, scenario: Scenario) -> str:
     """What visionfast adds to its engine; nothing of an engine that is not right."""
-    pair = [(key, scenario) for key in ("visionfast", "bare")]
-    if any(key not in record.samples for key in pair):
+    if "visionfast" not in {system.key for system in record.systems}:
         return ""
     if record.system("visionfast").details.get("certificate") == "failed":
         return ""
-    found = ratio(*paired(record.samples[pair[0]], record.samples[pair[1]]))
+    if (found := time_ratio(record, "visionfast", "bare", scenario)) is None:
+        return ""
     between = "" if math.isnan(found.low) else f" ({found.low:.3f}–{found.high:.3f})"
+    if scenario == "offline":
+        return f"  bare engine / visionfast, images/s: {found.value:.3f}{between}, {found.rounds} rounds"
     return f"  visionfast / bare engine: {found.value:.3f}{between}, {found.pairs} pairs"
 
 

@@ -6,12 +6,10 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from visionfast.bench.comparison import time_ratio
 from visionfast.bench.plots import decimals
-from visionfast.bench.records import Input, Record, Samples, Scenario, System
-from visionfast.bench.statistics import Percentile, Ratio, paired, ratio
+from visionfast.bench.records import Input, Record, Scenario, System
+from visionfast.bench.statistics import Percentile, Ratio
 from visionfast.bench.summary import Summary, summaries
 from visionfast.bench.waterfall import Interval, Waterfall
 from visionfast.terminal import one_line
@@ -22,7 +20,6 @@ __all__ = [
     "compared",
     "escaped",
     "facts",
-    "images_per_second",
     "inputs_in_words",
     "own_system",
     "results_table",
@@ -76,33 +73,14 @@ def own_system(record: Record) -> System | None:
     return next((system for system in record.systems if system.kind == "visionfast"), None)
 
 
-def images_per_second(samples: Samples) -> npt.NDArray[np.float64]:
-    """(rounds,) images answered in each round over the time from its first request to its last answer."""
-    found = []
-    for number in np.unique(samples.round):
-        rows = samples[samples.round == number]
-        took_ns = int(rows.done_ns.max() - rows.begun_ns.min())
-        found.append(int((~rows.failed).sum()) / max(1, took_ns) * 1e9)
-    return np.array(found, np.float64)
-
-
 def compared(record: Record, key: str, scenario: Scenario) -> Ratio | None:
-    """How many times as long a system takes for an image as visionfast does, by pairs within the rounds; in `offline`
-    how many times fewer images it answers. `None` where there is nothing to compare, or where no speed-up may be
-    reported: visionfast's engine has a certificate that failed."""
+    """`comparison.time_ratio` of a system to visionfast; `None` also where no speed-up may be reported: visionfast's
+    engine has a certificate that failed."""
     own = own_system(record)
     if own is None or own.key == key or own.details.get("certificate") == "failed":
         return None
     beside = record.system(key).details.get(BESIDE, own.key)
-    one, other = record.samples.get((key, scenario)), record.samples.get((beside, scenario))
-    if one is None or other is None or scenario == "server":
-        return None
-    if scenario == "offline":
-        ours, theirs = images_per_second(other), images_per_second(one)
-        shared = min(len(ours), len(theirs))
-        return ratio(ours[:shared], theirs[:shared], np.arange(shared)) if shared else None
-    found = ratio(*paired(one, other))
-    return None if math.isnan(found.value) else found
+    return time_ratio(record, key, beside, scenario)
 
 
 def times(found: Ratio | None) -> str:

@@ -64,7 +64,7 @@ class Summary:
             return f"{rate:.3g} requests/s, 99 % within {bound:.4g} ms{kept}"
         percent = 90.0 if self.scenario == "single-stream" else 99.0
         found = self.latency_ns[percent]
-        return f"P{percent:g} {found.value / 1e6:.4g} ms"
+        return f"P{percent:g} {found.value / 1e6:.4g} ms{'' if found.is_enough else ' (too few samples)'}"
 
     @property
     def remarks(self) -> tuple[str, ...]:

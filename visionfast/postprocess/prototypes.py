@@ -90,9 +90,9 @@ def decode_masks(
     Raises:
         ShapeError: the shapes do not go together.
     """
-    if prototypes.ndim != 3 or coefficients.shape != (len(xyxy), prototypes.shape[0]):
+    if prototypes.ndim != 3 or not prototypes.size or coefficients.shape != (len(xyxy), prototypes.shape[0]):
         raise ShapeError(
-            f"coefficients, prototypes: expected (N, M) and (M, mh, mw) for {len(xyxy)} boxes, "
+            f"coefficients, prototypes: expected (N, M) and (M, mh, mw) for {len(xyxy)} boxes, M, mh and mw above 0, "
             f"got {coefficients.shape} and {prototypes.shape}"
         )
     _, plane_h, plane_w = prototypes.shape

@@ -8,15 +8,12 @@ from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
-import numpy.typing as npt
-
 from visionfast.embedding import image_key
 from visionfast.errors import ImageError, ImageNotKeptError, ServerError
 from visionfast.results import Detections, Embeddings, Masks
 from visionfast.serving.client_asking import Asking
 from visionfast.serving.client_questions import about_everything, about_objects, about_prompts, about_vectors
-from visionfast.serving.client_request import Answer, Options, Priority, encoded_image
+from visionfast.serving.client_request import Answer, Options, Priority, PromptOptions, encoded_image
 from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
 from visionfast.sessions.embeddings import Embedded, gathered
@@ -191,18 +188,7 @@ class Client(Asking):
 
     # ---- prompt segmenters ----------------------------------------------------------------------------------------
 
-    def segment(
-        self,
-        image: ImageSource,
-        *,
-        points: Any = None,
-        boxes: Any = None,
-        mask_input: npt.NDArray[np.float32] | None = None,
-        multimask: bool | None = None,
-        logits: bool = False,
-        priority: Priority = "online",
-        deadline_ms: float | None = None,
-    ) -> Masks:
+    def segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Masks:
         """The masks for clicks and boxes on one image: as `PromptSegmenter.segment` gives them.
 
         The server keeps encoded images, so what follows the first call on an image is quick, and the image itself is
@@ -210,24 +196,14 @@ class Client(Asking):
 
         Args:
             image: as one of a call.
-            points, boxes, mask_input, logits: as for `PromptSegmenter.segment`.
-            multimask: as there; default: what the model was deployed with.
-            priority, deadline_ms: as for a call.
+            prompts: `points`, `boxes`, `mask_input` and `logits` as for `PromptSegmenter.segment`; `multimask`, by
+                default what the model was deployed with; `priority` and `deadline_ms` as for a call.
 
         Raises:
-            OptionError: the model is no prompt segmenter, or a prompt does not fit the image.
+            OptionError: the model is no prompt segmenter, a prompt does not fit the image, or an option does not exist.
             ImageError, QueueFullError, DeadlineError, ServerError: as for a call.
         """
-        question = about_prompts(
-            self.spec,
-            {"priority": priority, "deadline_ms": deadline_ms},
-            points=points,
-            boxes=boxes,
-            mask_input=mask_input,
-            multimask=multimask,
-            logits=logits,
-            timeout=self._timeout,
-        )
+        question = about_prompts(self.spec, prompts, timeout=self._timeout)
         encoded = encoded_image(image)
         started = perf_counter_ns()
         key = image_key(encoded).key
@@ -266,32 +242,12 @@ class Client(Asking):
         question = about_everything(self.spec, terms, everything=options, timeout=self._timeout)
         return self._one(question.request(image, None), image, question)
 
-    def traced_segment(
-        self,
-        image: ImageSource,
-        *,
-        points: Any = None,
-        boxes: Any = None,
-        mask_input: npt.NDArray[np.float32] | None = None,
-        multimask: bool | None = None,
-        logits: bool = False,
-        priority: Priority = "online",
-        deadline_ms: float | None = None,
-    ) -> Traced[Masks]:
+    def traced_segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Traced[Masks]:
         """The masks for some prompts, and where their time went; as `traced` and `segment`.
 
         The image is sent every time; where the server has it encoded already, the trace has no `encoder`.
         """
-        question = about_prompts(
-            self.spec,
-            {"priority": priority, "deadline_ms": deadline_ms},
-            points=points,
-            boxes=boxes,
-            mask_input=mask_input,
-            multimask=multimask,
-            logits=logits,
-            timeout=self._timeout,
-        )
+        question = about_prompts(self.spec, prompts, timeout=self._timeout)
         return self._traced(image, question)
 
     def traced_everything(

@@ -11,9 +11,6 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-import numpy as np
-import numpy.typing as npt
-
 from visionfast.embedding import image_key
 from visionfast.errors import ImageError, ImageNotKeptError, OptionError, ServerError
 from visionfast.results import Detections, Embeddings, Masks
@@ -27,7 +24,7 @@ from visionfast.serving.client_questions import (
     about_prompts,
     about_vectors,
 )
-from visionfast.serving.client_request import Answer, Options, Priority, Request, encoded_image, kept
+from visionfast.serving.client_request import Answer, Options, Priority, PromptOptions, Request, encoded_image, kept
 from visionfast.serving.client_tracing import Timed, traced_async
 from visionfast.serving.client_transport import Address, AsyncTransport, Scheme, open_async_transport
 from visionfast.serving.tracing import Traced
@@ -204,30 +201,10 @@ class AsyncClient:
 
     # ---- prompt segmenters ----------------------------------------------------------------------------------------
 
-    async def segment(
-        self,
-        image: ImageSource,
-        *,
-        points: Any = None,
-        boxes: Any = None,
-        mask_input: npt.NDArray[np.float32] | None = None,
-        multimask: bool | None = None,
-        logits: bool = False,
-        priority: Priority = "online",
-        deadline_ms: float | None = None,
-    ) -> Masks:
+    async def segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Masks:
         """As `Client.segment`."""
         _, spec = await self._connected()
-        question = about_prompts(
-            spec,
-            {"priority": priority, "deadline_ms": deadline_ms},
-            points=points,
-            boxes=boxes,
-            mask_input=mask_input,
-            multimask=multimask,
-            logits=logits,
-            timeout=self._timeout,
-        )
+        question = about_prompts(spec, prompts, timeout=self._timeout)
         encoded = await asyncio.to_thread(encoded_image, image)
         started = perf_counter_ns()
         key = (await asyncio.to_thread(image_key, encoded)).key
@@ -255,30 +232,10 @@ class AsyncClient:
         request = await asyncio.to_thread(question.request, image, None)
         return await self._one(request, image, question)
 
-    async def traced_segment(
-        self,
-        image: ImageSource,
-        *,
-        points: Any = None,
-        boxes: Any = None,
-        mask_input: npt.NDArray[np.float32] | None = None,
-        multimask: bool | None = None,
-        logits: bool = False,
-        priority: Priority = "online",
-        deadline_ms: float | None = None,
-    ) -> Traced[Masks]:
+    async def traced_segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Traced[Masks]:
         """As `Client.traced_segment`."""
         _, spec = await self._connected()
-        question = about_prompts(
-            spec,
-            {"priority": priority, "deadline_ms": deadline_ms},
-            points=points,
-            boxes=boxes,
-            mask_input=mask_input,
-            multimask=multimask,
-            logits=logits,
-            timeout=self._timeout,
-        )
+        question = about_prompts(spec, prompts, timeout=self._timeout)
         return await self._traced(image, question)
 
     async def traced_everything(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from visionfast.errors import ImageError, OptionError, ServerError
 from visionfast.results import Detections, Masks
-from visionfast.serving.client_request import Request, Terms, encoded_image, shown_name
+from visionfast.serving.client_request import PromptOptions, Request, Terms, encoded_image, shown_name
 from visionfast.serving.wire import inputs_of, outputs_of, pack_image, pack_options, unpack_answers
 from visionfast.serving.wire.masks import unpack_masks
 from visionfast.serving.wire.prompts import NO_MASK, pack_prompts
@@ -132,24 +132,22 @@ def about_vectors(
     return Question(spec, terms, lambda arrays: unpack_vectors(arrays, spec, patches=patches), wanted)
 
 
-def about_prompts(
-    spec: ModelSpec,
-    options: Mapping[str, Any],
-    *,
-    points: Any,
-    boxes: Any,
-    mask_input: Any,
-    multimask: bool | None,
-    logits: bool,
-    timeout: float,
-) -> Question[Masks]:
-    """A prompt segmenter's question; `options` may be `priority` and `deadline_ms`. Raises as `about_objects`."""
+def about_prompts(spec: ModelSpec, prompts: PromptOptions, *, timeout: float) -> Question[Masks]:
+    """A prompt segmenter's question. Raises as `about_objects`."""
     _check_task(spec, "client.segment", "prompt-segment")
-    prompts, mask = pack_prompts(points, boxes, mask_input, multimask=multimask, logits=logits)
-    known = (*prompts, "priority", "deadline_ms")
-    terms = Terms.of("raise", {**options, **prompts}, timeout, known)
-    wanted = ("logits",) if logits else ()
-    return Question(spec, terms, unpack_masks, wanted, {"mask_input": mask})
+    if unknown := sorted(set(prompts) - set(PromptOptions.__annotations__)):
+        raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(PromptOptions.__annotations__)}")
+    logits = prompts.get("logits", False)
+    packed, mask = pack_prompts(
+        prompts.get("points"),
+        prompts.get("boxes"),
+        prompts.get("mask_input"),
+        multimask=prompts.get("multimask"),
+        logits=logits,
+    )
+    options = {**packed, "priority": prompts.get("priority"), "deadline_ms": prompts.get("deadline_ms")}
+    terms = Terms.of("raise", options, timeout, tuple(options))
+    return Question(spec, terms, unpack_masks, ("logits",) if logits else (), {"mask_input": mask})
 
 
 def about_everything(

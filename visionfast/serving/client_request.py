@@ -22,6 +22,7 @@ __all__ = [
     "Answer",
     "Options",
     "Priority",
+    "PromptOptions",
     "Request",
     "Terms",
     "as_json",
@@ -57,6 +58,24 @@ class Options(TypedDict, total=False):
     class_agnostic: bool
     priority: Priority
     deadline_ms: float
+
+
+class PromptOptions(TypedDict, total=False):
+    """What a prompt segmenter may be asked about an image.
+
+    Attributes:
+        points, boxes, mask_input, logits: as for `PromptSegmenter.segment`.
+        multimask: as there; default: what the model was deployed with.
+        priority, deadline_ms: as in `Options`.
+    """
+
+    points: Any
+    boxes: Any
+    mask_input: npt.NDArray[np.float32] | None
+    multimask: bool | None
+    logits: bool
+    priority: Priority
+    deadline_ms: float | None
 
 
 _OF_DETECTORS = tuple(Options.__annotations__)

@@ -109,8 +109,14 @@ class Server:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Their names, sorted."""
+        """Their names, sorted; an ensemble's steps are models, too."""
         return tuple(sorted(self._folders))
+
+    @property
+    def pipelines(self) -> tuple[str, ...]:
+        """The models that are asked for: a step of an ensemble has another name than its pipeline."""
+        named = [name for name, folder in self._folders.items() if name == folder.parent.name]
+        return tuple(named) or self.models
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -170,9 +176,7 @@ class Server:
             ServerError: it did not start, or could not be brought back twice in a row.
             BackendUnavailableError: there is no server on this machine.
         """
-        # The models that are asked for; an ensemble's steps have other names than their pipeline.
-        named = [name for name, folder in self._folders.items() if name == folder.parent.name]
-        names = ", ".join(named or self.models)
+        names = ", ".join(self.pipelines)
         try:
             self._start()
             if not self._stops_asked:

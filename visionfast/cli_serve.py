@@ -70,7 +70,8 @@ def serve_verb(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda *_: server.ask_to_stop())
-    print(f"visionfast: {', '.join(server.pipelines)}: loading", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():  # a log has enough of what is wrong, and of "ready"
+        print(f"visionfast: {', '.join(server.pipelines)}: loading", file=sys.stderr, flush=True)
     server.run(_say)
     print("visionfast: stopped", file=sys.stderr)
 

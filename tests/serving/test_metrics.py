@@ -156,7 +156,7 @@ def test_a_kept_answer_is_a_hit_and_no_image(server: Server, photographs: list[P
 def test_a_request_without_time_is_counted_as_refused(server: Server, photographs: list[Path]) -> None:
     before = scrape(server.metrics_url)
     with vf.Client(server.grpc_url, "two") as client:
-        answers = client(photographs * 20, on_error="return", deadline_ms=120)
+        answers = client(photographs * 20, on_error="return", deadline_ms=60)
     refused = [answer for answer in answers if isinstance(answer, (QueueFullError, DeadlineError))]
     assert refused
     rose = rise(

@@ -218,8 +218,7 @@ def test_an_image_that_is_not_kept_is_sent(
     picture = np.random.default_rng(2).integers(0, 256, (40, 60, 3), np.uint8)
     encoded = b"P6\n60 40\n255\n" + picture.tobytes()
     with client_of(small_served("prompt")) as client:
-        asked = {"mask_input": None, "multimask": None, "logits": False, "timeout": 30.0}
-        question = about_prompts(client.spec, {}, points=[(9, 9, 1)], boxes=None, **asked)
+        question = about_prompts(client.spec, {"points": [(9, 9, 1)]}, timeout=30.0)
         with pytest.raises(ImageNotKeptError, match="send the image itself"):
             client._transport.infer(client.model, question.by_key(image_key(encoded).key), 30.0)
         client._sent.add(image_key(encoded).key)  # as if the server had been started anew

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError  # Python 3.10 has one of its own
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import numpy.typing as npt
 
 from visionfast.errors import ServerError, VisionfastError
 from visionfast.serving.client_request import Request, late, refusal
-from visionfast.serving.client_threads import Callers
 from visionfast.serving.client_transport import Address, Placed, client_library
 
 __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
@@ -31,7 +28,6 @@ _CHANNEL = (
 )
 _NO_SERVER = ("failed to connect to", "errors resolving", "resolution failed", "Received http2 header")
 _SHARED = "shared memory"
-_CLOSED = "the client was closed while it was asked"
 _BROKEN = ("Socket closed", "Connection reset", "Broken pipe")
 
 
@@ -55,7 +51,6 @@ class GrpcTransport:
 
         self._grpc = grpc
         self._channel = grpc.insecure_channel(address.target, options=_CHANNEL)
-        self._callers = Callers()
         self._given_up: set[Any] = set()  # one that nobody holds cancels itself
         self._stub = services.GRPCInferenceServiceStub(self._channel)
 
@@ -93,34 +88,27 @@ class GrpcTransport:
         ends = time.monotonic() + _CLOSING_S
         for one in tuple(self._given_up):
             with contextlib.suppress(
-                FutureTimeoutError,
-                self._grpc.RpcError,
-                self._grpc.FutureTimeoutError,
-                self._grpc.FutureCancelledError,
+                self._grpc.RpcError, self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError
             ):
                 one.result(timeout=max(0.0, ends - time.monotonic()))
         self._channel.close()
 
     def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:
-        server_s = timeout_s + _LEFT_TO_SERVER_S
-        asked: Any = None
+        asked = None
         try:
-            asked = self._callers.submit(functools.partial(call, message, timeout=server_s))
-            if asked is None:  # so much was given up that all threads wait for it
-                asked = call.future(message, timeout=server_s)
+            asked = call.future(message, timeout=timeout_s + _LEFT_TO_SERVER_S)
             return asked.result(timeout=timeout_s)
-        except (TimeoutError, FutureTimeoutError, self._grpc.FutureTimeoutError):
+        except self._grpc.FutureTimeoutError:
+            assert asked is not None
             self._given_up.add(asked)
             asked.add_done_callback(self._given_up.discard)
             raise late(self._where, what, timeout_s) from None
         except self._grpc.FutureCancelledError as error:
-            raise ServerError(f"{self._where}: {_CLOSED}") from error
+            raise ServerError(f"{self._where}: the client was closed while it was asked") from error
         except self._grpc.RpcError as error:
-            if error.code() is self._grpc.StatusCode.CANCELLED:
-                raise ServerError(f"{self._where}: {_CLOSED}") from error
             raise _fault(self._where, what, error, timeout_s) from error
         except ValueError as error:  # gRPC's word for a channel that is closed
-            raise ServerError(f"{self._where}: {_CLOSED} ({error})") from error
+            raise ServerError(f"{self._where}: the client was closed while it was asked ({error})") from error
 
 
 class AsyncGrpcTransport:
@@ -190,7 +178,7 @@ class AsyncGrpcTransport:
         except self._grpc.RpcError as error:
             raise _fault(self._where, what, error, timeout_s) from error
         except self._grpc.aio.UsageError as error:  # the channel is closed
-            raise ServerError(f"{self._where}: {_CLOSED} ({error})") from error
+            raise ServerError(f"{self._where}: the client was closed while it was asked ({error})") from error
 
 
 async def _answer(call: Any) -> Any:

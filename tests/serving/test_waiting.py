@@ -66,6 +66,16 @@ def learn(line: Line[str], clock: Clock, ms: float, images: int = 1) -> None:
     line.done(turn)
 
 
+def learn_beside(line: Line[str], clock: Clock, ms: float) -> None:
+    """The line sees two batches, one beside the other, that take so long."""
+    for name in "ab":
+        line.join(name)
+    turns = [next_turn(line), next_turn(line)]
+    clock.pass_ms(ms)
+    for turn in turns:
+        line.done(turn)
+
+
 # ---- who is next --------------------------------------------------------------------------------------------------
 
 
@@ -330,12 +340,7 @@ def test_one_priority_does_not_take_the_others_processors_where_nobody_is_at_wor
 
 def test_a_wait_is_foretold_from_what_all_workers_do() -> None:
     line, clock = a_line(images=1, workers=2)
-    for name in "ab":
-        line.join(name)
-    turns = [next_turn(line), next_turn(line)]
-    clock.pass_ms(80)
-    for turn in turns:
-        line.done(turn)
+    learn_beside(line, clock, 80)
     assert line.waits_ns()[1] == [0, 0]
     for name in "abc":
         line.join(name)
@@ -352,12 +357,7 @@ def test_a_wait_is_foretold_from_what_all_workers_do() -> None:
 def test_one_that_took_long_beside_others_does_not_shut_the_others_out() -> None:
     line, clock = a_line(images=1, workers=2)
     learn(line, clock, 50)
-    for name in "ab":
-        line.join(name)
-    turns = [next_turn(line), next_turn(line)]
-    clock.pass_ms(5000)  # two huge pictures, say
-    for turn in turns:
-        line.done(turn)
+    learn_beside(line, clock, 5000)  # two huge pictures, say
     refused = 0
     for _ in range(100):
         line.join("first", timeout_ns=1000 * MS)
@@ -379,12 +379,7 @@ def test_one_that_took_long_beside_others_does_not_shut_the_others_out() -> None
 def test_behind_one_that_is_alone_a_request_will_be_alone_too() -> None:
     line, clock = a_line(images=1, workers=2)
     learn(line, clock, 50)
-    for name in "ab":
-        line.join(name)
-    turns = [next_turn(line), next_turn(line)]
-    clock.pass_ms(90)
-    for turn in turns:
-        line.done(turn)
+    learn_beside(line, clock, 90)
     line.join("a")
     next_turn(line)
     line.join("b", timeout_ns=126 * MS)  # 50 and 50, and a quarter for safety

@@ -95,6 +95,11 @@ def test_the_cache_is_asked_for_by_its_size() -> None:
     )
 
 
+def test_no_request_is_kept_for_the_next_one() -> None:
+    """It would keep room for the largest image that it ever carried."""
+    assert "--grpc-infer-allocation-pool-size=0" in _command("127.0.0.1")
+
+
 def test_the_stages_run_this_python_with_these_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/lib64")

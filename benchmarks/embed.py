@@ -39,6 +39,7 @@ from PIL import Image
 from rich.table import Table
 
 from visionfast import artifacts, machine
+from visionfast.bench.dino_loop import publisher_transform
 from visionfast.build import build
 from visionfast.certify import default_images
 from visionfast.checkpoint import open_checkpoint
@@ -126,18 +127,8 @@ class Loop:
 
     def __init__(self, network: Any, spec: ModelSpec, paths: Sequence[Path], workers: int, batch: int) -> None:
         import torch
-        from torchvision import transforms
 
-        pre = spec.preprocess
-        assert pre.cover_hw is not None, "the publisher's transform covers and crops"
-        transform = transforms.Compose(
-            [
-                transforms.Resize(min(pre.cover_hw), interpolation=transforms.InterpolationMode.BICUBIC),
-                transforms.CenterCrop(pre.size_hw),
-                transforms.ToTensor(),
-                transforms.Normalize(pre.mean, pre.std),
-            ]
-        )
+        transform = publisher_transform(spec)
 
         class Files(torch.utils.data.Dataset[Any]):
             def __len__(self) -> int:

@@ -196,6 +196,8 @@ def _check_targets(json: Path | None, report: Path | None, against: Path | None)
             raise OptionError(f"{option} {target}: expected a file elsewhere, got one in an engine's folder")
         if against is not None and same_file(target, against):
             raise OptionError(f"{option} {target}: would overwrite the baseline; name another file")
+    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+        raise OptionError(f"--report {report}: expected a name that ends in .html; it is a page for a browser")
     if json is not None and json == report:
         raise OptionError(f"--json and --report: expected two files, got {json} for both")
 

@@ -63,6 +63,14 @@ def test_alone_on_the_server() -> None:
     assert [span.name for span in trace.spans if span.is_placed] == ["request", "pack", "round trip", "unpack"]
 
 
+def test_a_server_that_counts_beyond_its_answer_leaves_the_connection_unknown() -> None:
+    trace = trace_of(HERE, STAGES, ServerTime(1, 105, 8, False))
+    names = [span.name for span in trace.spans]
+    assert names[3:] == ["server", "Triton's queue", *STAGES, "rest of the server", "unpack"]
+    assert within(trace, 2) == within(trace, 3) == trace["server"].duration_ns == 100
+    assert "beyond its answer" in trace.note
+
+
 @pytest.mark.parametrize(
     ("server", "note"),
     [

@@ -10,7 +10,7 @@ import io
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -29,8 +29,9 @@ from visionfast.types import EngineManifest, ModelSpec
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
-__all__ = ["DataLoaderLoop", "measure_loop"]
+__all__ = ["DataLoaderLoop", "measure_loop", "publisher_transform"]
 
 _BATCH = 16
 _OWN_KEY = "visionfast-beside-loop"
@@ -75,14 +76,17 @@ class DataLoaderLoop:
         return np.concatenate(vectors), done_ns
 
 
-def _dataset(images: Sequence[bytes], spec: ModelSpec) -> torch.utils.data.Dataset[Any]:
-    import torch
-    from PIL import Image
+def publisher_transform(spec: ModelSpec) -> Callable[[Image.Image], torch.Tensor]:
+    """torchvision's transforms as DINO's publisher evaluates with: an RGB picture → (3, H, W) f32.
+
+    Args:
+        spec: of an engine made with `centre-crop`.
+    """
     from torchvision import transforms
 
     pre = spec.preprocess
     assert pre.cover_hw is not None, "the publisher's transform covers and crops"
-    transform = transforms.Compose(
+    composed: Callable[[Image.Image], torch.Tensor] = transforms.Compose(
         [
             transforms.Resize(min(pre.cover_hw), interpolation=transforms.InterpolationMode.BICUBIC),
             transforms.CenterCrop(pre.size_hw),
@@ -90,6 +94,14 @@ def _dataset(images: Sequence[bytes], spec: ModelSpec) -> torch.utils.data.Datas
             transforms.Normalize(pre.mean, pre.std),
         ]
     )
+    return composed
+
+
+def _dataset(images: Sequence[bytes], spec: ModelSpec) -> torch.utils.data.Dataset[Any]:
+    import torch
+    from PIL import Image
+
+    transform = publisher_transform(spec)
 
     class Encoded(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:

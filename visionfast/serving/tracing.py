@@ -189,7 +189,10 @@ def trace_of(measured: Measured, stage_ns: Mapping[str, int], server: ServerTime
         # Triton 2.51 counts until its sender is through, which is up to a millisecond after the answer is here.
         server_ns = min(server.total_ns, trip)
         way = trip - server_ns
-        spans.append(Span("connection", packed, way, 2, False))
+        if way:
+            spans.append(Span("connection", packed, way, 2, False))
+        else:
+            note = "the server counted beyond its answer: the connection is within the rest of the server"
         start = packed + way // 2
         spans.append(Span("server", start, server_ns, 2, False))
         spans += _in_a_row(start, server_ns, {"Triton's queue": server.queue_ns, **stages}, "rest of the server", 3)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from visionfast import artifacts
 from visionfast.errors import BackendUnavailableError
+from visionfast.serving import allocator
 
 __all__ = ["Endpoints", "Installation", "command", "environment", "find_installation", "link_backends"]
 
@@ -148,10 +149,7 @@ def environment(backends: Path) -> dict[str, str]:
     variables["VISIONFAST_HOME"] = str(artifacts.home().resolve())
     variables["PYTHONUNBUFFERED"] = "1"  # what a stage prints is in the log when it dies
     variables.setdefault("OPENVINO_TELEMETRY_DISABLED", "1")
-    # By itself glibc keeps what large images took, in an arena for every thread: 3,000 PNGs of 4000×3000 had a stage at
-    # 1.1 GB, and with these it stayed at 0.26.
-    for name, value in (("ARENA_MAX", 2), ("MMAP_THRESHOLD_", 8 << 20), ("TRIM_THRESHOLD_", 64 << 20)):
-        variables.setdefault(f"MALLOC_{name}", str(value))
+    allocator.for_server(variables)
     return variables
 
 

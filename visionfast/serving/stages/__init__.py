@@ -5,3 +5,7 @@ in one process; `preprocess`, `engine` or `postprocess` for one step of an ensem
 that builds is imported. One request's fault is that request's error, and one image's is that image's entry: neither
 reaches its neighbours.
 """
+
+from visionfast.serving import allocator
+
+allocator.for_stage()  # before the first image: a stage's process is told what to keep by nobody else

@@ -27,13 +27,13 @@ _OURS = "VISIONFAST_STAGE_MALLOC"
 def for_server(variables: MutableMapping[str, str]) -> None:
     """Adds to the server's environment what nobody has set."""
     ours = [name for name in _SERVER if f"MALLOC_{name}" not in variables]
-    variables |= {f"MALLOC_{name}": str(_SERVER[name]) for name in ours}
+    variables.update({f"MALLOC_{name}": str(_SERVER[name]) for name in ours})
     variables[_OURS] = ",".join(ours)
 
 
 def for_stage(variables: Mapping[str, str] = os.environ) -> None:
     """Has this process keep what a stage should. Nothing happens where the server was not started by `for_server`."""
-    names = [name for name in variables.get(_OURS, "").split(",") if name in _STAGE]
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if names else None
-    for name in names if mallopt else ():
-        mallopt(_MALLOPT[name], _STAGE[name])
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for name in filter(None, variables.get(_OURS, "").split(",")):
+            libc.mallopt(_MALLOPT[name], _STAGE[name])

@@ -31,6 +31,7 @@ from visionfast.errors import DeadlineError, ImageError, QueueFullError, ServerE
 __all__ = ["Asked", "Load", "mixed_images"]
 
 _GIVE_BACK_S = 1.0
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # glibc's malloc.h
 _WARM_UP_S, _ENDING_S = 180.0, 60.0
 """How long the other process may take for what it is told."""
 
@@ -141,6 +142,8 @@ def _keep_nothing_free() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         return
+    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
     def give_back() -> None:
         while True:

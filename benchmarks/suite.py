@@ -24,10 +24,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Importing ultralytics sets this to 1 where it is not set, which would slow its own rivals; so before torch.
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -43,6 +43,7 @@ from visionfast.bench.baselines import Absent, open_baselines
 from visionfast.bench.dino_loop import DataLoaderLoop, measure_loop
 from visionfast.bench.engine_systems import BareSystem, PromptSystem, open_visionfast
 from visionfast.bench.inputs import folder_mix, made_mix
+from visionfast.bench.load import OtherLoad
 from visionfast.bench.records import Input, Record, Scenario, write_record
 from visionfast.bench.report import Chapter, write_plots, write_report
 from visionfast.bench.run import measure
@@ -55,6 +56,7 @@ from visionfast.fetch import fetch
 from visionfast.types import EngineManifest, Precision
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+T = TypeVar("T")
 OFFLINE: Scenario = "offline"
 _CHECKED = 2  # images that agreement is taken on
 
@@ -152,12 +154,14 @@ def chapter(name: str, arguments: argparse.Namespace, inputs: tuple[Input, ...],
             seed=arguments.seed,
             progress=lambda what: tell(name, what),
         )
+        shares = [record.others_cpu_share]
         if manifest.spec.task == "embed" and OFFLINE in arguments.scenarios:
             tell(name, "DataLoader loop")
-            record = _with_loop(record, weights, manifest, own[0], arguments)
-        curves = list(_curves(own[0], weights, engine, inputs[0], arguments, name))
+            record = watched(shares, lambda: _with_loop(record, weights, manifest, own[0], arguments))
+        curves = list(_curves(own[0], weights, engine, inputs[0], arguments, name, shares))
+        record = replace(record, others_cpu_share=most(shares))
     steps = None
-    if manifest.spec.task != "prompt-segment":
+    if manifest.spec.task != "prompt-segment" and manifest.certificate.status != "failed":
         tell(name, "waterfall")
         steps = _waterfall(weights, engine, reduced, inputs[:_CHECKED], arguments, command)
     return Chapter(model.title, record, steps, (*absent, *missing), curves, notes)
@@ -171,6 +175,19 @@ def _with_loop(
     found = measure_loop(loop, own, record.inputs, seconds=arguments.seconds, seed=arguments.seed)
     samples = {**record.samples, **{(system.key, OFFLINE): taken for system, taken in found}}
     return replace(record, systems=(*record.systems, *(system for system, _ in found)), samples=samples)
+
+
+def watched(shares: list[float | None], work: Callable[[], T]) -> T:
+    """Does it, and adds the share of the processors that others took meanwhile."""
+    load = OtherLoad(children=True)  # a DataLoader's workers and a compiler are part of what is measured
+    found = work()
+    shares.append(load.share())
+    return found
+
+
+def most(shares: Sequence[float | None]) -> float | None:
+    """The largest of those that are known: one disturbed part is enough to say so."""
+    return max((share for share in shares if share is not None), default=None)
 
 
 def tell(name: str, what: str) -> None:
@@ -226,20 +243,32 @@ def _waterfall(
 
 
 def _curves(
-    system: SystemUnderTest, weights: Path, engine: Path, image: Input, arguments: argparse.Namespace, name: str
+    system: SystemUnderTest,
+    weights: Path,
+    engine: Path,
+    image: Input,
+    arguments: argparse.Namespace,
+    name: str,
+    shares: list[float | None],
 ) -> Iterator[Curve]:
+    """How the cost grows; to `shares` is added what others took of the processors during each."""
     seconds, photograph = arguments.seconds / 6, image.encoded
     tell(name, "scaling")
-    found: list[Curve | None] = [scaling_runs.image_size_curve(system, photograph, seconds=seconds)]
+    found: list[Curve | None] = []
+
+    def measure_curve(make: Callable[..., Curve | None], of: Any) -> None:
+        found.append(watched(shares, lambda: make(of, photograph, seconds=seconds)))
+
+    measure_curve(scaling_runs.image_size_curve, system)
     if not isinstance(system, PromptSystem):
-        found.append(scaling_runs.at_once_curve(system, photograph, seconds=seconds))
+        measure_curve(scaling_runs.at_once_curve, system)
         engines = {1: engine}
         for batch in (2, 4):
             engines[batch], _ = build(weights, backend="openvino", name=name, batch=batch)
-        found.append(scaling_runs.batch_curve(engines, photograph, seconds=seconds))
+        measure_curve(scaling_runs.batch_curve, engines)
     if system.system.details["task"] in ("detect", "segment"):
-        found.append(scaling_runs.object_curve(system, photograph, seconds=seconds))
-    found.append(scaling_runs.thread_curve(engine, photograph, seconds=seconds))
+        measure_curve(scaling_runs.object_curve, system)
+    measure_curve(scaling_runs.thread_curve, engine)
     yield from filter(None, found)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import cv2
 import numpy as np
@@ -15,7 +17,8 @@ import pytest
 from visionfast.artifacts import MANIFEST_NAME
 from visionfast.bench.records import Record, Samples, read_record, write_record
 from visionfast.cli import app
-from visionfast.errors import ArtifactError, CertificateError, OptionError
+from visionfast.errors import ArtifactError, BackendError, CertificateError, OptionError
+from visionfast.pipeline import Detector
 
 
 def bench(*arguments: str | int | float | Path) -> int:
@@ -63,7 +66,6 @@ def scaled(record: Record, factor: float) -> Record:
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts whatever else this machine does: what they are is decided by factors of three."""
     monkeypatch.setattr("visionfast.bench.gate.QUIET", 1e9)
-    monkeypatch.setattr("visionfast.bench.gate_run.QUIET", 1e9)
 
 
 def test_what_is_measured(measured: Path) -> None:
@@ -121,6 +123,31 @@ def test_not_slower_than_its_baseline(
     assert record.command["seconds"] == "0.5"  # as the baseline
 
 
+@pytest.mark.usefixtures("loud")
+def test_the_baselines_images_are_found_in_the_folder_that_grew(
+    engine: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what is in them: whatever else is there, what they are called, and the seed."""
+    folder = tmp_path / "pictures"
+    shutil.copytree(pictures, folder)
+    single = ("--scenario", "single-stream")
+    assert bench(engine, *single, "--images", folder, "--seconds", 0.2, "--json", tmp_path / "measured.json") == 0
+    record = read_record(tmp_path / "measured.json")
+    write_record(tmp_path / "slow.json", scaled(record, 30.0))
+    for i in range(40):
+        pixels = np.full((20, 20, 3), i, np.uint8)
+        (folder / f"new{i}.png").write_bytes(cv2.imencode(".png", pixels)[1].tobytes())
+    name = record.inputs[-1].name
+    (folder / name).rename(folder / f"renamed-{name}")
+    against = (*single, "--images", folder, "--against", tmp_path / "slow.json", "--seed", 5)
+    assert bench(engine, *against, "--json", tmp_path / "now.json") == 0
+    assert "not slower" in capsys.readouterr().out
+    assert [i.sha256 for i in read_record(tmp_path / "now.json").inputs] == [i.sha256 for i in record.inputs]
+    (folder / f"renamed-{name}").unlink()
+    with pytest.raises(OptionError, match=rf"measured on other images: {name} .* is not in {folder}"):
+        bench(engine, *against)
+
+
 def test_a_disturbed_baseline_gives_no_verdict(
     engine: Path, pictures: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +156,46 @@ def test_a_disturbed_baseline_gives_no_verdict(
     arguments = ("--images", pictures, "--scenario", "offline", "--against", tmp_path / "loud.json")
     assert bench(engine, *arguments) == 0
     assert "no verdict: others took 50% of the processors during the baseline" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("loud")
+def test_threads_are_the_baselines(
+    engine: Path, pictures: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = scaled(read_record(measured), 30.0)
+    assert record.command["threads"] == "default"
+    narrow = dataclasses.replace(record, command=dict(record.command) | {"threads": "1"})
+    write_record(tmp_path / "narrow.json", narrow)
+    arguments = (engine, "--images", pictures, "--scenario", "offline", "--against", tmp_path / "narrow.json")
+    assert bench(*arguments, "--json", tmp_path / "now.json") == 0
+    assert read_record(tmp_path / "now.json").command["threads"] == "1"
+    assert "not slower" in capsys.readouterr().out
+    with pytest.raises(OptionError, match=r"as many threads \(7\), got 1"):
+        bench(*arguments, "--threads", 7)
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_build_that_fails_requests_fails(
+    engine: Path,
+    pictures: Path,
+    measured: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """However fast its errors come."""
+    write_record(tmp_path / "slow.json", scaled(read_record(measured), 30.0))
+
+    def refuses(self: Detector, source: object) -> NoReturn:
+        raise BackendError("this build answers nothing")
+
+    monkeypatch.setattr(Detector, "__call__", refuses)
+    arguments = ("--images", pictures, "--scenario", "offline", "--against", tmp_path / "slow.json")
+    assert bench(engine, *arguments) == 1
+    shown, told = capsys.readouterr()
+    assert shown.endswith("broken\n")
+    assert "requests failed about images that the baseline answered" in told
+    assert "measuring again" not in told
 
 
 def test_baselines_of_others_are_refused(engine: Path, pictures: Path, measured: Path, tmp_path: Path) -> None:

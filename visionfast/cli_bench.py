@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +41,8 @@ def bench_verb(
     report: Annotated[Path | None, typer.Option(metavar="HTML", help="A page that stands by itself.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Every raw sample: a baseline for later.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A baseline. Exit code 1 if the engine has become slower.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A baseline. Exit code 1 if the engine has become slower or fails."),
     ] = None,
     tolerance: Annotated[
         str | None, typer.Option(help="That it may take longer than the baseline. Default: 5%.")
@@ -77,6 +78,8 @@ def bench_verb(
     if against is None and tolerance is not None:
         raise OptionError("--tolerance: expected together with --against, the baseline that it is about")
     names = _scenarios(scenario, baseline)
+    if threads is None and baseline is not None:
+        threads = _threads_in(baseline)
     folder = find_engine(engine, usable=runs_here)
     command = {
         "engine": "/".join(folder.resolve().parts[-2:]),
@@ -89,7 +92,7 @@ def bench_verb(
         "bound_ms": "default" if bound_ms is None else f"{bound_ms:g}",
         "threads": "default" if threads is None else str(threads),
     }
-    inputs = _inputs(images, seed)
+    inputs = _inputs(images, seed, baseline)
     with _opened(folder, threads, device) as systems:
 
         def measure() -> Record:
@@ -100,7 +103,7 @@ def bench_verb(
                 options |= _as_in(baseline, options)
             return run(
                 systems,
-                inputs if baseline is None else _those_of(baseline, inputs),
+                inputs,
                 scenarios=names,
                 seconds=_seconds(seconds, baseline),
                 seed=seed,
@@ -115,7 +118,7 @@ def bench_verb(
         else:
             from visionfast.bench.gate_run import decide
 
-            _check_baseline(baseline, systems, inputs)
+            _check_baseline(baseline, systems, inputs, command)
             verdict, record = decide(baseline, measure, tolerance=allowed, tell=_tell)
     if json is not None:
         write_record(json, record)
@@ -133,7 +136,9 @@ def bench_verb(
             _tell(f"no verdict: {reason}")
         for finding in verdict.slower:
             _tell(str(finding))
-        if verdict.status == "slower":
+        for reason in verdict.broken:
+            _tell(f"the build is broken: {reason}")
+        if verdict.status in ("slower", "broken"):
             raise typer.Exit(1)
 
 
@@ -202,11 +207,14 @@ def _check_targets(json: Path | None, report: Path | None, against: Path | None)
         raise OptionError(f"--json and --report: expected two files, got {json} for both")
 
 
-def _inputs(folder: Path | None, seed: int) -> tuple[Input, ...]:
-    from visionfast.bench.inputs import folder_mix, made_mix
+def _inputs(folder: Path | None, seed: int, baseline: Record | None) -> tuple[Input, ...]:
+    """The baseline's images, in its order, where there is one."""
+    from visionfast.bench.inputs import folder_mix, found_again, made_mix
 
     if folder is None:
-        return made_mix()
+        return made_mix() if baseline is None else _those_of(baseline, made_mix())
+    if baseline is not None:
+        return found_again(folder, baseline.inputs)
     found, left_out = folder_mix(folder, seed=seed)
     if left_out:
         shown = ", ".join(left_out[:5]) + (", …" if len(left_out) > 5 else "")
@@ -215,19 +223,27 @@ def _inputs(folder: Path | None, seed: int) -> tuple[Input, ...]:
 
 
 def _those_of(baseline: Record, inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The baseline's images, in its order; what is missing is found by the gate."""
+    """Those that are the baseline's, in its order; what is missing is found by the gate."""
     here = {made.sha256: made for made in inputs}
     return tuple(here[old.sha256] for old in baseline.inputs if old.sha256 in here) or tuple(inputs)
 
 
-def _check_baseline(baseline: Record, systems: Sequence[SystemUnderTest], inputs: Sequence[Input]) -> None:
+def _threads_in(baseline: Record) -> int | None:
+    """As the baseline was measured; `None` where it does not tell, or had all processors."""
+    said = baseline.command.get("threads", "default")
+    return int(said) if said.isdecimal() else None
+
+
+def _check_baseline(
+    baseline: Record, systems: Sequence[SystemUnderTest], inputs: Sequence[Input], command: Mapping[str, str]
+) -> None:
     """Raises what `gate.compare` would, before minutes are spent."""
     from visionfast.bench.environment import environment
     from visionfast.bench.gate import check_comparable
     from visionfast.bench.records import Record
 
-    asked, those = tuple(system.system for system in systems), _those_of(baseline, inputs)
-    check_comparable(baseline, Record(baseline.version, "", {}, environment(), asked, those, {}, None, {}))
+    asked = tuple(system.system for system in systems)
+    check_comparable(baseline, Record(baseline.version, "", command, environment(), asked, tuple(inputs), {}, None, {}))
 
 
 def _as_in(baseline: Record, asked: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,17 +124,26 @@ def test_unknown_load_is_no_disturbance() -> None:
     assert compare(synthetic(0, others=None), synthetic(1, others=None), **QUICK).status == "not slower"
 
 
-def test_failed_requests_withhold_it() -> None:
-    current = synthetic(1)
-    current.samples["visionfast", "single-stream"].failed[3] = True
-    verdict = compare(synthetic(0), current, **QUICK)
-    assert verdict.withheld == ("single-stream: 1 requests failed",)
+@pytest.mark.parametrize("others", [0.01, 0.5])
+def test_what_fails_and_was_answered_before_is_broken(others: float) -> None:
+    """A noisy neighbour does not make a request fail."""
+    for which in (3, slice(None)):
+        current = synthetic(1, others=others)
+        current.samples["visionfast", "single-stream"].failed[which] = True
+        verdict = compare(synthetic(0), current, **QUICK)
+        assert verdict.status == "broken"
+        n = 1 if which == 3 else 24 * 6
+        assert verdict.broken == (f"single-stream: {n} requests failed about images that the baseline answered",)
 
 
-def test_nothing_but_failures_withholds_it_too() -> None:
-    current = synthetic(1)
-    current.samples["visionfast", "single-stream"].failed[:] = True
-    assert compare(synthetic(0), current, **QUICK).status == "no verdict"
+def test_what_failed_before_too_withholds_it() -> None:
+    baseline, current = synthetic(0), synthetic(1)
+    for record in (baseline, current):
+        samples = record.samples["visionfast", "single-stream"]
+        samples.failed[samples.input == 3] = True
+    verdict = compare(baseline, current, **QUICK)
+    assert verdict.status == "no verdict"
+    assert verdict.withheld == ("single-stream: 24 requests failed, as in the baseline",)
 
 
 def test_a_baselines_names_are_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +168,20 @@ def test_a_baselines_names_are_only_shown(capsys: pytest.CaptureFixture[str]) ->
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         compare(synthetic(0), synthetic(1, **options), **QUICK)
+
+
+@pytest.mark.parametrize(("before", "now"), [("1", "default"), ("default", "1"), ("2", "3")])
+def test_other_threads_are_refused(before: str, now: str) -> None:
+    made = [replace(synthetic(i), command={"threads": threads}) for i, threads in enumerate((before, now))]
+    with pytest.raises(OptionError, match="as many threads"):
+        compare(*made, **QUICK)
+
+
+@pytest.mark.parametrize(("before", "now"), [("2", "default"), ("", "1")])
+def test_all_processors_are_as_many_threads(before: str, now: str) -> None:
+    """And a record that does not tell is believed."""
+    made = [replace(synthetic(i), command={"threads": threads}) for i, threads in enumerate((before, now))]
+    assert compare(*made, **QUICK).status == "not slower"
 
 
 @pytest.mark.parametrize("tolerance", [0, 1, -0.1, float("nan")])
@@ -200,6 +224,22 @@ def test_slower_is_said_when_it_was_seen_twice() -> None:
     verdict, _ = decide(synthetic(0), runs(loud, loud, slow))
     assert verdict.status == "no verdict"
     assert "no other run was quiet" in verdict.withheld[0]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [({"rounds": 7}, "expected 8 rounds or more, got 7"), ({"scenarios": ("offline",)}, "no scenario in common")],
+)
+def test_what_no_run_can_mend_is_measured_once(baseline: dict[str, Any], said: str) -> None:
+    verdict, _ = decide(synthetic(0, **baseline), runs(synthetic(1)))
+    assert verdict.status == "no verdict"
+    assert said in verdict.withheld[0]
+
+
+def test_what_is_broken_is_measured_once() -> None:
+    broken = synthetic(1, others=0.4)
+    broken.samples["visionfast", "single-stream"].failed[3] = True
+    assert decide(synthetic(0), runs(broken))[0].status == "broken"
 
 
 def test_a_disturbed_baseline_is_not_measured_against_again() -> None:

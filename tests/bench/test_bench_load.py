@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,3 +55,26 @@ def test_the_environment_is_text_without_paths() -> None:
     assert {"cpu", "cpus", "gpu", "python", "system", "numpy", "opencv-python", "load_average"} <= set(facts)
     assert all(isinstance(value, str) and value for value in facts.values())
     assert not any(str(Path(__file__).parents[2]) in value for value in facts.values())
+
+
+_BUSY = "import time; until = time.process_time() + 0.4\nwhile time.process_time() < until: pass"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
+@pytest.mark.parametrize("ended", [False, True])
+def test_children_are_no_others_whether_or_not_they_have_ended(ended: bool) -> None:
+    """As a DataLoader's workers, which are gone when a pass is over."""
+    began = time.monotonic()
+    everybody, all_but_ours = OtherLoad(), OtherLoad(children=True)
+    told = _BUSY + ("" if ended else "\nprint(flush=True); input()")
+    with subprocess.Popen([sys.executable, "-c", told], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.read() if ended else child.stdout.readline()
+        if ended:
+            child.wait(30)
+        others, rest = everybody.share(), all_but_ours.share()
+        seconds = time.monotonic() - began
+        child.communicate(b"\n" if not ended else None)
+    assert others is not None
+    assert rest is not None
+    assert (others - rest) * (os.cpu_count() or 1) * seconds == pytest.approx(0.4, abs=0.15)

@@ -13,11 +13,12 @@ from synthetic_records import STAGES, record_of, samples_of_ms, steps_record
 
 from visionfast.bench.baselines import Absent
 from visionfast.bench.chapter import Chapter, pictures
-from visionfast.bench.comparison import images_per_second
+from visionfast.bench.comparison import answered_by_round, time_ratio
 from visionfast.bench.records import Record, System
 from visionfast.bench.report import write_plots, write_report
-from visionfast.bench.report_tables import compared
+from visionfast.bench.report_tables import BESIDE, compared, results_table
 from visionfast.bench.scaling import Curve
+from visionfast.bench.summary import throughput
 
 HOSTILE = '<script>alert("x")</script> & $x^2$ \u202e\x1b[31m 眼 https://example.com/a.png'
 _VOID = {"meta", "br"}
@@ -159,6 +160,33 @@ def test_no_speedup_without_a_certificate(tmp_path: Path) -> None:
     _, page = _written(tmp_path, record)
     assert "certificate failed" in page.text
     assert " ×" not in page.text.replace("810×1080", "")
+    _, page = _written(tmp_path, [Chapter("YOLOv8n", record, steps_record([100, 60, 20]))])
+    assert "times as fast" not in page.text
+    assert "saves" not in page.text
+    reduced = System("visionfast-bf16", "in BF16", "visionfast", {"certificate": "failed"})
+    own = _record()
+    samples = {**own.samples, ("visionfast-bf16", "offline"): own.samples["peer", "offline"]}
+    assert compared(record_of([*own.systems, reduced], samples), "visionfast-bf16", "offline") is None
+
+
+def test_a_loop_over_batches_shows_images_a_second_alone() -> None:
+    """Its images are all begun with their heap: they would take seconds."""
+    record = _record()
+    loop = System("dataloader", "a DataLoader", "naive", {BESIDE: "visionfast"})
+    batches = samples_of_ms([[40.0, 41.0]] * 8)
+    batches.begun_ns[1::2] = batches.due_ns[1::2] = batches.begun_ns[::2]
+    batches.done_ns[:] = batches.due_ns + 2_500_000_000
+    record = record_of([*record.systems, loop], {**record.samples, ("dataloader", "offline"): batches})
+    shown = results_table(record, "offline")
+    (row,) = (line for line in shown.splitlines() if "a DataLoader" in line)
+    assert "2500" not in row
+    assert row.count('<td class="n">–</td>') == 4
+    assert "0.8<small>" in row  # two images in 2.5 s
+    assert shown.index("a DataLoader") > shown.index("naive PyTorch")  # who answers most is last
+    drawn = {name: make for name, _, make in pictures(Chapter("DINOv2", record))}
+    latency_ms = drawn["offline"].args[0]  # type: ignore[attr-defined]
+    assert "visionfast" in latency_ms
+    assert "a DataLoader" not in latency_ms
 
 
 def test_what_is_compared() -> None:
@@ -174,11 +202,23 @@ def test_what_is_compared() -> None:
     assert offline.value > 0
 
 
-def test_images_a_second_count_those_that_were_answered() -> None:
+def test_images_a_second_are_those_answered_over_the_time_of_all() -> None:
+    """One rule, for the table's figure and for the ratio beside it."""
     samples = samples_of_ms([[500.0, 500.0], [500.0, 500.0]], failed=[3])
     samples.due_ns[:] = samples.begun_ns[:] = [0, 0, 0, 0]
     samples.done_ns[:] = [10**9, 5 * 10**8, 2 * 10**9, 10**9]
-    assert images_per_second(samples).tolist() == [2.0, 0.5]
+    counts, seconds = answered_by_round(samples)
+    assert (counts / seconds).tolist() == [2.0, 0.5]
+    assert throughput(samples).per_s == 1.0
+    samples.failed[:] = [False, False, True, False]  # the last one to end failed: its time is the round's all the same
+    assert throughput(samples).per_s == 1.0
+
+
+def test_who_answers_nothing_has_no_ratio() -> None:
+    record = _record()
+    record.samples["peer", "offline"].failed[:] = True
+    assert time_ratio(record, "peer", "visionfast", "offline") is None
+    assert time_ratio(record, "visionfast", "peer", "offline") is None
 
 
 def test_a_system_that_only_failed_has_no_figures(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from visionfast.bench.server_rate import highest_rate, keeps, late_share
 from visionfast.bench.statistics import paired
 from visionfast.bench.summary import query_latency_ns, summaries, throughput
 from visionfast.bench.systems import Answer, Call, ControlSystem
-from visionfast.errors import OptionError
+from visionfast.errors import BackendError, OptionError
 
 
 class Sleeping:
@@ -111,6 +111,36 @@ def test_the_rate_that_keeps_the_bound_is_found(inputs: tuple[Input, ...]) -> No
     (summary,) = summaries(record)
     assert summary.keeps_bound == (summary.late_share <= 0.01)
     assert "requests/s, 99 % within 200 ms" in summary.headline
+
+
+class Uneven(Sleeping):
+    """Every third request takes ten times as long."""
+
+    def call(self, encoded: bytes) -> Answer:
+        time.sleep(9 * self.seconds if len(self.asked) % 3 == 2 else 0)
+        return super().call(encoded)
+
+
+def test_the_bound_of_server_alone_is_of_single_streams_p90_too(inputs: tuple[Input, ...]) -> None:
+    record = measure([Uneven("a", 0.002)], inputs, scenarios=["server"], seconds=1.0, rate_per_s=20.0)
+    bound_ms = record.samples["a", "server"].settings["bound_ms"]
+    assert bound_ms > 3 * 20.0  # its mean is 8 ms
+
+
+class Failing(Sleeping):
+    def call(self, encoded: bytes) -> Answer:
+        super().call(encoded)
+        raise BackendError("nothing is answered")
+
+
+@pytest.mark.parametrize("scenarios", [["server"], ["single-stream", "server"]])
+def test_who_answers_nothing_has_no_bound_to_keep(inputs: tuple[Input, ...], scenarios: Any) -> None:
+    told: list[str] = []
+    systems = [Failing("a", 0.001), Sleeping("b", 0.001, kind="peer"), ControlSystem()]
+    record = measure(systems, inputs, scenarios=scenarios, seconds=0.2, rate_per_s=50.0, progress=told.append)
+    assert ("a", "server") not in record.samples
+    assert ("b", "server") in record.samples
+    assert any("a: left out: no request was answered" in line for line in told)
 
 
 def test_the_search_halves_its_range() -> None:

@@ -42,9 +42,7 @@ def test_a_percentile_is_the_first_that_so_many_do_not_exceed(values: list[float
     assert found.is_enough == (not math.isnan(found.low)) == (not math.isnan(found.high))
     if found.is_enough:
         assert found.low <= found.value <= found.high
-        assert found.remark == ""
-    else:
-        assert f"n={len(values)}, needs {samples_needed(percent)}" in found.remark
+    assert found.is_enough == (len(values) >= samples_needed(percent))
 
 
 def test_nothing_has_no_percentile() -> None:
@@ -173,7 +171,4 @@ def test_pairs_are_of_one_round_and_input() -> None:
     other = samples([(2, 0, 1), (1, 0, 2), (0, 0, 4), (0, 2, 8)], decode=[1, 2, 4, 8])
     first, second, rounds = paired(one, other)
     assert (first.tolist(), second.tolist(), rounds.tolist()) == ([20, 7], [4, 2], [0, 1])
-    first, second, rounds = paired(one, other, stage="decode")
-    assert (first.tolist(), second.tolist(), rounds.tolist()) == ([2, 5], [4, 2], [0, 1])
-    assert paired(one, other, stage="engine")[0].tolist() == []
     assert cell_means(one, "decode") == {(0, 0): 2, (1, 0): 5, (2, 0): 6}

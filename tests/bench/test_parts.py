@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from visionfast import artifacts
+from visionfast import artifacts, machine
 from visionfast.agreement import compare_detections
 from visionfast.bench.agreements import agreement
 from visionfast.bench.parts import (
@@ -28,6 +30,7 @@ from visionfast.bench.parts import (
     as_results,
 )
 from visionfast.bench.records import Input, Samples, System
+from visionfast.bench.report_tables import has_latencies
 from visionfast.bench.steps import SeveralAtOnce, open_steps, per_image
 from visionfast.bench.systems import Answer, NullSystem
 from visionfast.errors import UnsupportedModelError
@@ -290,21 +293,37 @@ def test_a_gpu_has_no_waterfall(copied_engine: Path) -> None:
         pass
 
 
-def test_the_loop_gives_the_vectors_that_visionfast_gives(
+def test_the_loop_gives_the_vectors_that_visionfast_gives_in_full_batches(
     dino_checkpoint: Callable[..., Path], built_engine: Callable[..., Path], picture: Input, threads_kept: None
 ) -> None:
-    from visionfast.bench.dino_loop import DataLoaderLoop
+    from visionfast.bench.dino_loop import DataLoaderLoop, measure_loop
     from visionfast.bench.engine_systems import open_visionfast
 
     weights = dino_checkpoint("dinov2_vits14")
     engine = built_engine(weights)
-    loop = DataLoaderLoop(weights, artifacts.read_manifest(engine), batch=2)
+
+    class Watched(DataLoaderLoop):
+        asked: ClassVar[list[int]] = []
+
+        def run(self, images: Sequence[bytes | Path]) -> tuple[npt.NDArray[np.float32], list[int]]:
+            self.asked.append(len(images))
+            return super().run(images)
+
+    loop = Watched(weights, artifacts.read_manifest(engine), batch=2)
     vectors, done_ns = loop.run([picture.encoded] * 3)
     assert len(vectors) == len(done_ns) == 3
     assert done_ns == sorted(done_ns)
     own = open_visionfast(engine)
     try:
         found = own.call(picture.encoded).found
+        Watched.asked.clear()
+        measured = measure_loop(loop, own, [picture] * 5, seconds=0.01)
     finally:
         own.close()
     assert float(agreement([found], [vectors[0]]).split()[-1]) > 0.99
+    (beside, its), (system, loops) = measured
+    whole = math.lcm(2, machine.usable_cpus())  # batches are full, and no thread waits for another's last image
+    count = -(-5 // whole) * whole
+    assert Watched.asked == [2, count] * 6  # a batch untimed, then the round
+    assert len(its) == len(loops) == 6 * count
+    assert [has_latencies(one) for one in (beside, system)] == [True, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from synthetic_records import record_of, samples_of_ms, steps_record
 
 from visionfast.bench.records import Record, System
+from visionfast.bench.report_tables import waterfall_table
 from visionfast.bench.waterfall import matched_latency_ns, waterfall
 
 
@@ -53,6 +56,22 @@ def test_known_figures_and_their_intervals() -> None:
     assert not third.saved_ms.sure  # nothing was changed there
     assert found.rounds == 40
     assert first.n == 80
+
+
+def test_tails_say_whether_there_are_enough_samples() -> None:
+    found = waterfall(steps_record([100, 60], rounds=40))  # of two images
+    assert found is not None
+    for step in found.steps:
+        assert step.p95_ns.is_enough
+        assert not step.p99_ns.is_enough
+        assert step.p95_ns.n == step.n == 80
+    assert waterfall_table(found).count("too few samples") == 2
+
+
+def test_no_waterfall_of_an_engine_that_is_not_right() -> None:
+    record = steps_record([100, 60])
+    systems = [record.systems[0], replace(record.systems[1], details={"step": "1", "certificate": "failed"})]
+    assert waterfall(record_of(systems, record.samples)) is None
 
 
 def test_a_step_that_costs_something_saves_less_than_nothing() -> None:

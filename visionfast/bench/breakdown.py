@@ -43,11 +43,6 @@ class Breakdown:
     def adds_up(self) -> bool:
         return self.excess <= ADDS_UP
 
-    @property
-    def rest_share(self) -> float:
-        """Of the latency, what no stage explains; 1 for a system that times none."""
-        return self.parts_ns[REST] / self.total_ns if self.total_ns else 0.0
-
 
 def breakdown(samples: Samples) -> Breakdown:
     """The parts of the answered requests' latency.

@@ -11,7 +11,7 @@ from visionfast.bench import figures
 from visionfast.bench.baselines import Absent
 from visionfast.bench.breakdown import breakdown
 from visionfast.bench.records import Record, Scenario
-from visionfast.bench.report_tables import NOT_COMPARED
+from visionfast.bench.report_tables import NOT_COMPARED, has_latencies, own_system
 from visionfast.bench.scaling import Curve
 from visionfast.bench.summary import query_latency_ns
 from visionfast.bench.waterfall import Waterfall, waterfall
@@ -45,7 +45,10 @@ class Chapter:
 
     @property
     def waterfall(self) -> Waterfall | None:
-        """That of `steps`, or of the record itself."""
+        """That of `steps`, or of the record itself; `None` also of an engine whose certificate failed."""
+        own = own_system(self.record)
+        if own is not None and own.details.get("certificate") == "failed":
+            return None
         return next(filter(None, map(waterfall, reversed(self.records))), None)
 
     @property
@@ -65,18 +68,19 @@ def pictures(chapter: Chapter) -> Iterator[tuple[str, str, Callable[[], Figure]]
     for scenario in record.scenarios:
         run = [s for s in record.systems if s.kind not in NOT_COMPARED and (s.key, scenario) in record.samples]
         answered = {s.name: record.samples[s.key, scenario].answered for s in run}
+        alone = {s.name for s in run if has_latencies(s)}
         # As the table has them: in multi-stream a group is answered when its last image is.
         grouped = scenario == "multi-stream"
         latency_ms = {
             name: (query_latency_ns(samples) if grouped else samples.latency_ns) / 1e6
             for name, samples in answered.items()
-            if len(samples)
+            if len(samples) and name in alone
         }
         if latency_ms:
             said = f"latencies in {scenario}, each {'group' if grouped else 'request'} a dot, a row for each system"
             yield f"{scenario}", said, partial(figures.distribution_figure, latency_ms)
         parts = {name: _parts_ms(record, s.key, scenario) for name, s in zip(answered, run, strict=True)}
-        parts = {name: one for name, one in parts.items() if len(one) > 1}
+        parts = {name: one for name, one in parts.items() if len(one) > 1 and name in alone}
         if parts:
             said = f"mean latency in {scenario} by stages"
             yield f"{scenario}-stages", said, partial(figures.stage_figure, _slow_first(parts))

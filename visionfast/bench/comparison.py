@@ -10,17 +10,18 @@ import numpy.typing as npt
 from visionfast.bench.records import Record, Samples, Scenario
 from visionfast.bench.statistics import Ratio, paired, ratio
 
-__all__ = ["images_per_second", "time_ratio"]
+__all__ = ["answered_by_round", "time_ratio"]
 
 
-def images_per_second(samples: Samples) -> npt.NDArray[np.float64]:
-    """(rounds,) images answered in each round over the time from its first request to its last answer."""
-    found = []
-    for number in np.unique(samples.round):
-        rows = samples[samples.round == number]
-        took_ns = int(rows.done_ns.max() - rows.begun_ns.min())
-        found.append(int((~rows.failed).sum()) / max(1, took_ns) * 1e9)
-    return np.array(found, np.float64)
+def answered_by_round(samples: Samples) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """(rounds,) images that each round answered, and (rounds,) seconds from its first request's beginning to its last
+    one's end. What failed is no answer, and took its time."""
+    rounds, index = np.unique(samples.round, return_inverse=True)
+    first_ns, last_ns = np.full(len(rounds), np.iinfo(np.int64).max), np.zeros(len(rounds), np.int64)
+    np.minimum.at(first_ns, index, samples.begun_ns)
+    np.maximum.at(last_ns, index, samples.done_ns)
+    answered = np.bincount(index[~samples.failed], minlength=len(rounds))
+    return answered, (last_ns - first_ns).clip(min=1) / 1e9
 
 
 def time_ratio(record: Record, key: str, than: str, scenario: Scenario) -> Ratio | None:
@@ -31,9 +32,10 @@ def time_ratio(record: Record, key: str, than: str, scenario: Scenario) -> Ratio
     if one is None or other is None or scenario == "server":
         return None
     if scenario == "offline":
-        its, others = images_per_second(one), images_per_second(other)
-        shared = min(len(its), len(others))
-        found = ratio(others[:shared], its[:shared], np.arange(shared))
+        shared = min(len(np.unique(samples.round)) for samples in (one, other))
+        its, others = (np.divide(*answered_by_round(samples))[:shared] for samples in (one, other))
+        both = (its > 0) & (others > 0)
+        found = ratio(others[both], its[both], np.flatnonzero(both))
     else:
         found = ratio(*paired(one, other))
     return None if math.isnan(found.value) else found

@@ -6,8 +6,10 @@ visionfast over the same images.
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-__all__ = ["DataLoaderLoop", "measure_loop", "publisher_transform"]
+__all__ = ["DataLoaderLoop", "measure_loop"]
 
 _BATCH = 16
 _OWN_KEY = "visionfast-beside-loop"
@@ -54,18 +56,31 @@ class DataLoaderLoop:
     def __init__(self, weights: Path, manifest: EngineManifest, *, workers: int = 0, batch: int = _BATCH) -> None:
         (self._module,) = eager_model(weights, manifest).modules.values()
         self._spec: ModelSpec = manifest.spec
-        self._workers, self._batch = workers, batch
+        self._set(workers, batch)
+
+    def with_setting(self, *, workers: int, batch: int) -> DataLoaderLoop:
+        """Another setting of the same module."""
+        other = copy.copy(self)
+        other._set(workers, batch)
+        return other
+
+    def _set(self, workers: int, batch: int) -> None:
+        self.batch, self._workers = batch, workers
         details = {"torch": machine.package_version("torch"), "precision": "fp32", BESIDE: _OWN_KEY}
         name = f"PyTorch, DataLoader(batch_size={batch}, num_workers={workers})"
         self.system = System("dataloader", name, "naive", details)
 
-    def run(self, images: Sequence[bytes]) -> tuple[npt.NDArray[np.float32], list[int]]:
-        """(N, D) vectors, and when each of them was in host memory (`perf_counter_ns`)."""
+    def run(self, images: Sequence[bytes | Path]) -> tuple[npt.NDArray[np.float32], list[int]]:
+        """(N, D) vectors, and when each of them was in host memory (`perf_counter_ns`).
+
+        Args:
+            images: encoded, or files, which the workers read.
+        """
         import torch
 
         torch.set_num_threads(machine.usable_cpus())
         loader = torch.utils.data.DataLoader(
-            _dataset(images, self._spec), batch_size=self._batch, num_workers=self._workers
+            _dataset(images, self._spec), batch_size=self.batch, num_workers=self._workers
         )
         vectors, done_ns = [], []
         with torch.inference_mode():
@@ -76,7 +91,7 @@ class DataLoaderLoop:
         return np.concatenate(vectors), done_ns
 
 
-def publisher_transform(spec: ModelSpec) -> Callable[[Image.Image], torch.Tensor]:
+def _publisher_transform(spec: ModelSpec) -> Callable[[Image.Image], torch.Tensor]:
     """torchvision's transforms as DINO's publisher evaluates with: an RGB picture → (3, H, W) f32.
 
     Args:
@@ -97,18 +112,19 @@ def publisher_transform(spec: ModelSpec) -> Callable[[Image.Image], torch.Tensor
     return composed
 
 
-def _dataset(images: Sequence[bytes], spec: ModelSpec) -> torch.utils.data.Dataset[Any]:
+def _dataset(images: Sequence[bytes | Path], spec: ModelSpec) -> torch.utils.data.Dataset[Any]:
     import torch
     from PIL import Image
 
-    transform = publisher_transform(spec)
+    transform = _publisher_transform(spec)
 
     class Encoded(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return len(images)
 
         def __getitem__(self, index: int) -> Any:
-            with Image.open(io.BytesIO(images[index])) as picture:
+            image = images[index]
+            with Image.open(image if isinstance(image, Path) else io.BytesIO(image)) as picture:
                 return transform(picture.convert("RGB"))
 
     return Encoded()
@@ -117,12 +133,13 @@ def _dataset(images: Sequence[bytes], spec: ModelSpec) -> torch.utils.data.Datas
 def measure_loop(
     loop: DataLoaderLoop, own: SystemUnderTest, inputs: Sequence[Input], *, seconds: float, seed: int = 0
 ) -> list[tuple[System, Samples]]:
-    """Both over the same images, by turns in rounds of a random order, each first untimed.
+    """Both over the same images, by turns in rounds of a random order, each first untimed: the loop on a batch,
+    visionfast on an image a thread.
 
     Args:
         loop: of the DataLoader.
         own: open.
-        inputs: each is asked about as often as the others, so often that the loop's batches are full.
+        inputs: each is asked about as often as the others, or once more: all the loop's batches are full.
         seconds: in all; at least six rounds are made.
         seed: of the order.
 
@@ -131,10 +148,13 @@ def measure_loop(
     """
     streams = machine.usable_cpus()
     calls = own.parallel(streams)
-    order = [i for _ in range(-(-2 * _BATCH // len(inputs))) for i in range(len(inputs))]
+    whole = math.lcm(loop.batch, streams)  # as many for each thread, too
+    count = -(-max(2 * loop.batch, len(inputs)) // whole) * whole
+    order = [i % len(inputs) for i in range(count)]
     blocks: dict[str, list[tuple[int, list[Row]]]] = {_OWN_KEY: [], loop.system.key: []}
 
     def loop_rows() -> list[Row]:
+        loop.run([inputs[i].encoded for i in order[: loop.batch]])
         begun = perf_counter_ns()
         _, done_ns = loop.run([inputs[i].encoded for i in order])
         return [Row(i, begun, begun, done, {}, False) for i, done in zip(order, done_ns, strict=True)]
@@ -143,7 +163,6 @@ def measure_loop(
         return offline(calls, order, lambda i: inputs[i].encoded)
 
     turns = [(loop.system.key, loop_rows), (_OWN_KEY, own_rows)]
-    loop_rows()
     shuffled, began = random.Random(seed), time.monotonic()
     for number in itertools.count():
         if number >= _FEWEST_ROUNDS and time.monotonic() - began > seconds:

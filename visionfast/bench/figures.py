@@ -37,7 +37,7 @@ _STAGE_COLOURS = {
 
 
 def distribution_figure(latency_ms: Mapping[str, npt.NDArray[np.float64]]) -> Figure:
-    """A row for each system, from slow to fast: every request a dot, and its P50, P95 and P99.
+    """A row for each system, from slow to fast: every request a dot, its P50, and P95 and P99 where there are enough.
 
     Args:
         latency_ms: the system's name → (N,) milliseconds, at least one.
@@ -56,11 +56,12 @@ def distribution_figure(latency_ms: Mapping[str, npt.NDArray[np.float64]]) -> Fi
             # The golden ratio's multiples spread evenly however many there are.
             height = place + 0.5 * ((np.arange(len(shown)) * 0.618034) % 1 - 0.5)
             axes.plot(shown, height, "o", ms=2.6, mew=0, color=_DOT, alpha=0.45)
-            p50, p95, p99 = (percentile(values, percent).value for percent in (50, 95, 99))
-            axes.vlines([p50], place - 0.36, place + 0.36, color=INK, linewidth=2.2)
-            axes.vlines([p95, p99], place - 0.24, place + 0.24, color=COLOURS[5], linewidth=1.4)
+            p50, *tail = (percentile(values, percent) for percent in (50, 95, 99))
+            told = [one.value for one in tail if one.is_enough]
+            axes.vlines([p50.value], place - 0.36, place + 0.36, color=INK, linewidth=2.2)
+            axes.vlines(told, place - 0.24, place + 0.24, color=COLOURS[5], linewidth=1.4)
             axes.annotate(
-                f"{decimals(p50)} ms",
+                f"{decimals(p50.value)} ms",
                 (1.01, place),
                 xycoords=("axes fraction", "data"),
                 va="center",
@@ -68,7 +69,7 @@ def distribution_figure(latency_ms: Mapping[str, npt.NDArray[np.float64]]) -> Fi
             )
         axes.set_xlabel(
             "latency, ms: a dot is a request, in multi-stream a group; "
-            "thick P50 (its figure at the right), thin P95 and P99"
+            "thick P50 (its figure at the right), thin P95 and P99 of enough samples"
         )
     return figure
 

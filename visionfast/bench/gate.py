@@ -15,6 +15,8 @@ Each scenario is compared by itself, in all and stage by stage:
 
 An unchanged build fails by what differs between two runs and not within one. That is what the tolerance is for, and
 `benchmarks/gate_check.py` shows how often it happens; `gate_run` asks a second time before it says so.
+
+An input that the baseline answered and this build does not fails the build at once, however fast the rest is.
 """
 
 from __future__ import annotations
@@ -45,14 +47,20 @@ class Verdict:
         findings: every question's answer, where it could be asked.
         withheld: why there is no verdict; empty where there is one.
         notes: what else differs between the two.
+        broken: what the baseline answered and this run did not: then it does not matter how fast it is.
+        is_final: another run would say the same: what withholds the verdict is in the baseline, or in the question.
     """
 
     findings: tuple[Finding, ...]
     withheld: tuple[str, ...]
     notes: tuple[str, ...]
+    broken: tuple[str, ...] = ()
+    is_final: bool = False
 
     @property
-    def status(self) -> Literal["slower", "not slower", "no verdict"]:
+    def status(self) -> Literal["broken", "slower", "not slower", "no verdict"]:
+        if self.broken:
+            return "broken"
         if self.withheld:
             return "no verdict"
         return "slower" if self.slower else "not slower"
@@ -91,25 +99,31 @@ def compare(
     check_comparable(baseline, current)
     key = _subject(current).key
     scenarios = [s for s in current.scenarios if (key, s) in baseline.samples and (key, s) in current.samples]
-    withheld, notes = list(_disturbances(baseline, current)), list(_notes(baseline, current))
+    notes = list(_notes(baseline, current))
+    broken: list[str] = []
+    for_good = list(_disturbance(baseline, "the baseline"))  # what no other run would mend
     asked: list[Question] = []
     for scenario in scenarios:
         pair = (baseline.samples[key, scenario], current.samples[key, scenario])
+        broke, failed_before = _failures(*pair)
+        broken += [f"{scenario}: {broke} requests failed about images that the baseline answered"] if broke else []
+        for_good += [f"{scenario}: {failed_before} requests failed, as in the baseline"] if failed_before else []
         if reason := _unlike(*pair):
             notes.append(f"{scenario}: not compared: {reason}")
             continue
         if (rounds := min(len(np.unique(samples.round)) for samples in pair)) < FEWEST_ROUNDS:
-            withheld.append(f"{scenario}: expected {FEWEST_ROUNDS} rounds or more, got {rounds}; --seconds makes more")
+            for_good.append(f"{scenario}: expected {FEWEST_ROUNDS} rounds or more, got {rounds}; --seconds makes more")
             continue
         asked += questions(baseline, current, key, scenario, tolerance)
-    if not asked and not withheld:
-        withheld.append("the two have no scenario in common")
+    if not asked and not for_good:
+        for_good.append("the two have no scenario in common")
+    withheld = [*for_good, *_disturbance(current, "this run")]
     totals = sum(question.part == TOTAL for question in asked)
     findings = tuple(
         question.answer(1 - (1 - _LEVEL) / (totals if question.part == TOTAL else len(asked)), resamples, seed)
         for question in asked
     )
-    return Verdict(findings, tuple(withheld), tuple(notes))
+    return Verdict(findings, tuple(withheld), tuple(notes), tuple(broken), is_final=bool(broken or for_good))
 
 
 def check_comparable(baseline: Record, current: Record) -> None:
@@ -118,6 +132,12 @@ def check_comparable(baseline: Record, current: Record) -> None:
     question is about."""
     for fact in ("cpu", "cpus", "gpu", "system"):
         _same(f"machine: {fact}", baseline.environment, current.environment, fact)
+    threads_before, threads = _threads(baseline), _threads(current)
+    if threads_before and threads and threads_before != threads:
+        raise OptionError(
+            f"baseline: expected one with as many threads ({threads}), got {threads_before}; leave --threads out to "
+            "have the baseline's, or measure a baseline with these"
+        )
     before, after = _subject(baseline), _subject(current)
     for fact in ("weights_sha256", "backend", "precision", "device", "size_hw", "batch"):
         _same(f"engine: {fact}", before.details, after.details, fact)
@@ -127,6 +147,12 @@ def check_comparable(baseline: Record, current: Record) -> None:
         raise OptionError("baseline: it was measured on other images; name the same --images, or measure it again")
     if after.details.get("certificate") == "failed":
         raise CertificateError("the engine's certificate failed: it is not right, so how fast it is says nothing")
+
+
+def _threads(record: Record) -> str:
+    """The processors that its engine might use, by its command; empty where that does not tell."""
+    said = record.command.get("threads", "")
+    return record.environment.get("cpus", "") if said == "default" else said
 
 
 def _same(what: str, baseline: Mapping[str, str], current: Mapping[str, str], fact: str) -> None:
@@ -145,14 +171,15 @@ def _subject(record: Record) -> System:
     raise OptionError("baseline: expected a record of an engine (`visionfast bench ENGINE --json`), got one without")
 
 
-def _disturbances(baseline: Record, current: Record) -> Iterator[str]:
-    for name, record in (("the baseline", baseline), ("this run", current)):
-        if record.others_cpu_share is not None and record.others_cpu_share > QUIET:
-            yield f"others took {record.others_cpu_share:.0%} of the processors during {name} (at most {QUIET:.0%})"
-    key = _subject(current).key
-    for scenario in current.scenarios:
-        if (samples := current.samples.get((key, scenario))) is not None and samples.failed.any():
-            yield f"{scenario}: {int(samples.failed.sum())} requests failed"
+def _disturbance(record: Record, name: str) -> Iterator[str]:
+    if record.others_cpu_share is not None and record.others_cpu_share > QUIET:
+        yield f"others took {record.others_cpu_share:.0%} of the processors during {name} (at most {QUIET:.0%})"
+
+
+def _failures(before: Samples, after: Samples) -> tuple[int, int]:
+    """Failed requests now: about inputs that never failed in the baseline, and about those that did."""
+    known = np.isin(after.input[after.failed], before.input[before.failed])
+    return int((~known).sum()), int(known.sum())
 
 
 def _notes(baseline: Record, current: Record) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from visionfast.bench.gate import TOLERANCE, Verdict, compare
-from visionfast.bench.load import QUIET
 from visionfast.bench.records import Record
 
 __all__ = ["ATTEMPTS", "decide"]
@@ -22,7 +21,8 @@ def decide(
     attempts: int = ATTEMPTS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Verdict, Record]:
-    """Measures until there is a verdict: `not slower` at once, `slower` when a second run says so too.
+    """Measures until there is a verdict: `not slower` and `broken` at once, `slower` when a second run says so too.
+    What no other run could mend is said after the first one.
 
     Args:
         baseline: to compare with.
@@ -37,13 +37,11 @@ def decide(
     Raises:
         OptionError, CertificateError: as `gate.compare`.
     """
-    if baseline.others_cpu_share is not None and baseline.others_cpu_share > QUIET:
-        attempts = 1  # no run can mend that
     seemed_slower = False
     for attempt in range(1, attempts + 1):
         record = measure()
         verdict = compare(baseline, record, tolerance=tolerance)
-        if verdict.status == "not slower" or (verdict.status == "slower" and seemed_slower):
+        if verdict.is_final or verdict.status == "not slower" or (verdict.status == "slower" and seemed_slower):
             return verdict, record
         reason = verdict.withheld[0] if verdict.withheld else f"{verdict.slower[0]}, once"
         seemed_slower |= verdict.status == "slower"

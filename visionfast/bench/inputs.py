@@ -6,7 +6,9 @@ arguments give the same bytes, as long as the encoder's release is the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import random
 import struct
 import zlib
@@ -22,8 +24,9 @@ from visionfast.errors import ImageError, OptionError
 from visionfast.image_files import image_files, shown_name
 from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.formats import sniff
+from visionfast.terminal import one_line
 
-__all__ = ["MOST", "distinct", "folder_mix", "input_of", "made_mix"]
+__all__ = ["MOST", "distinct", "folder_mix", "found_again", "input_of", "made_mix"]
 
 MOST = 12
 """Images of a mix: each of them has to come often enough for a percentile of its own."""
@@ -76,6 +79,35 @@ def folder_mix(folder: Path, *, seed: int = 0, most: int = MOST) -> tuple[tuple[
     if not found:
         raise OptionError(f"{folder}: expected a folder with JPEG or PNG images, found none that can be read")
     return tuple(found), tuple(left_out)
+
+
+def found_again(folder: Path, wanted: Sequence[Input]) -> tuple[Input, ...]:
+    """The images of an earlier run, by their bytes, whatever they are called now and whatever else is there.
+
+    Args:
+        folder: that they are in, or below.
+        wanted: of that run's record; their own bytes are not needed.
+
+    Raises:
+        OptionError: it is no folder, or one of them is not in it.
+    """
+    sizes = {image.n_bytes for image in wanted}
+    here: dict[str, Input] = {}
+    for file in image_files(folder):
+        if file.n_bytes not in sizes:
+            continue
+        with contextlib.suppress(ImageError, OSError):
+            encoded = (folder / os.fsdecode(file.path)).read_bytes()
+            if hashlib.sha256(encoded).hexdigest() in {image.sha256 for image in wanted} - here.keys():
+                made = input_of(shown_name(file.path), encoded)
+                here[made.sha256] = made
+    for image in wanted:
+        if image.sha256 not in here:
+            raise OptionError(
+                f"baseline: it was measured on other images: {one_line(image.name)} ({image.n_bytes} bytes, sha256 "
+                f"{image.sha256[:12]}) is not in {folder}; name the folder that has them, or measure it again"
+            )
+    return tuple(here[image.sha256] for image in wanted)
 
 
 def made_mix(photographs: Sequence[Path] | None = None, *, most: int = MOST) -> tuple[Input, ...]:

@@ -44,7 +44,8 @@ _SCENARIOS: dict[Scenario, str] = {
     "server": "Images come at random times, whether or not anyone is free; waiting counts. Where no rate was named "
     "it is the highest that was found at which 99 % are answered within the bound; 0.9 of it where that did "
     "not last.",
-    "offline": "All images are there from the beginning: what counts is how many are answered in a second.",
+    "offline": "All images are there from the beginning: what counts is how many are answered in a second. Who answers "
+    "whole batches has no latency of an image by itself (–).",
 }
 
 
@@ -139,7 +140,7 @@ class _Page:
             if own and status == "failed":
                 remarks.append(
                     f"<strong>{escaped(chapter.title)}: the engine's certificate failed</strong>: it does not agree "
-                    "with PyTorch, so no speed-up is reported."
+                    "with PyTorch, so no speed-up is reported, and no waterfall."
                 )
             elif status != "passed":
                 remarks.append(f"{escaped(chapter.title)}: the engine's certificate is {escaped(status)}.")

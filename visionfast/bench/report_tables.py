@@ -20,6 +20,7 @@ __all__ = [
     "compared",
     "escaped",
     "facts",
+    "has_latencies",
     "inputs_in_words",
     "own_system",
     "results_table",
@@ -32,7 +33,9 @@ NOT_COMPARED = ("null", "control", "step")
 """Kinds of systems that are no rivals."""
 
 BESIDE = "measured beside"
-"""Among a system's details: the key of the visionfast that shared its rounds, where it is not the record's first."""
+"""Among a system's details: the key of the visionfast that shared its rounds, where it is not the record's first. Who
+has it goes over a heap in batches (`bench.dino_loop`), and its rows are no requests of their own: see `has_latencies`.
+"""
 
 _SHOWN = (50.0, 90.0, 95.0, 99.0)  # percentiles
 
@@ -74,13 +77,18 @@ def own_system(record: Record) -> System | None:
 
 
 def compared(record: Record, key: str, scenario: Scenario) -> Ratio | None:
-    """`comparison.time_ratio` of a system to visionfast; `None` also where no speed-up may be reported: visionfast's
-    engine has a certificate that failed."""
-    own = own_system(record)
-    if own is None or own.key == key or own.details.get("certificate") == "failed":
+    """`comparison.time_ratio` of a system to visionfast; `None` also where no speed-up may be reported: one of the two
+    has a certificate that failed."""
+    own, system = own_system(record), record.system(key)
+    if own is None or own.key == key or "failed" in (s.details.get("certificate") for s in (own, system)):
         return None
-    beside = record.system(key).details.get(BESIDE, own.key)
+    beside = system.details.get(BESIDE, own.key)
     return time_ratio(record, key, beside, scenario)
+
+
+def has_latencies(system: System) -> bool:
+    """Whether what an image took means anything beside the others'; else only its images a second do."""
+    return BESIDE not in system.details
 
 
 def times(found: Ratio | None) -> str:
@@ -96,7 +104,7 @@ def results_table(record: Record, scenario: Scenario) -> str:
     """Everybody in one scenario, from slow to fast."""
     rivals = {system.key: system for system in record.systems if system.kind not in NOT_COMPARED}
     found = [s for s in summaries(record) if s.scenario == scenario and s.system in rivals]
-    found.sort(key=lambda summary: -summary.latency_ns[50.0].value)
+    found.sort(key=_fast_last)
     own = own_system(record)
     rate = {"offline": ["images/s"], "server": ["requests/s"]}.get(scenario, [])
     last = (
@@ -109,13 +117,20 @@ def results_table(record: Record, scenario: Scenario) -> str:
         for words in (system.details.get("agreement"), *_doubts(summary)):
             name += f"<small>{escaped(words)}</small>" if words else ""
         n += f"<small>{summary.failed} failed</small>" if summary.failed else ""
-        cells = [name, n, *(_percentile(summary.latency_ns[percent]) for percent in _SHOWN)]
+        shown = [_percentile(summary.latency_ns[percent]) for percent in _SHOWN]
+        cells = [name, n, *(shown if has_latencies(system) else ["–"] * len(_SHOWN))]
         cells += [_rate(summary)] if rate else []
         cells.append("1" if own and system.key == own.key else times(compared(record, system.key, scenario)))
         rows.append(cells)
     place = next((i for i, summary in enumerate(found) if own and summary.system == own.key), None)
     head = ["", "requests", *(f"P{percent:g}, ms" for percent in _SHOWN), *rate, last]
     return table(head, rows, own=place)
+
+
+def _fast_last(summary: Summary) -> float:
+    """By the scenario's own figure; who answered nothing comes first."""
+    speed = summary.throughput.per_s if summary.scenario == "offline" else -summary.latency_ns[50.0].value
+    return -math.inf if math.isnan(speed) else speed
 
 
 def _doubts(summary: Summary) -> list[str]:
@@ -168,7 +183,7 @@ def waterfall_table(found: Waterfall) -> str:
         name = escaped(("+ " if place else "") + step.name)
         for words in (step.about, step.agreement):
             name += f"<small>{escaped(words)}</small>" if words else ""
-        figures = (decimals(value) for value in (step.p50_ms, step.p95_ms, step.p99_ms))
+        figures = (decimals(step.p50_ms), _percentile(step.p95_ns), _percentile(step.p99_ns))
         rows.append((name, *figures, _saved(step.saved_ms), _saved(step.alone_ms)))
     low, high = found.speedup.low, found.speedup.high
     between = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"

@@ -29,7 +29,7 @@ from visionfast.bench.scenarios import (
     single_stream,
 )
 from visionfast.bench.server_rate import highest_rate, keeps
-from visionfast.bench.statistics import percentile
+from visionfast.bench.statistics import percentile, samples_needed
 from visionfast.bench.systems import NullSystem, SystemUnderTest
 from visionfast.errors import OptionError
 from visionfast.whole_numbers import MAX_THREADS, checked_whole
@@ -80,7 +80,8 @@ def measure(
         streams: requests at a time in all but `single-stream`; default: one a processor.
         rate_per_s: of `server`; default: the highest that keeps the bound is looked for, for each system.
         bound_ms: latency that at most 1 % of the requests of `server` may exceed; default: three times the P90 that
-            the system has in single-stream.
+            the system has in single-stream, which is asked for that where it is not among the scenarios. A system that
+            answers nothing there has none, and is left out of `server`.
         warmup: untimed requests of each system at the beginning.
         seed: of the orders and of the arrivals.
         all_inputs: ask about all inputs, also where a slow system has only few rounds then.
@@ -230,7 +231,11 @@ class _Run:
         for index, system in enumerate(asked):
             key = system.system.key
             first = index * _SERVER_ROUNDS  # no two systems share a round: each has its own arrivals
-            bound = bound_ms if bound_ms is not None else self._bound_ms(key, samples)
+            bound = bound_ms if bound_ms is not None else self._bound_ms(system, samples)
+            if math.isnan(bound):
+                tell(f"server, {key}: left out: no request was answered in single-stream, so there is no bound")
+                del blocks[key]
+                continue
             rate = rate_per_s
             if rate is None:
                 rate = self._found_rate(system, bound, tell)
@@ -278,10 +283,16 @@ class _Run:
         wall_s = (max(row.done_ns for row in rows) - min(row.begun_ns for row in rows)) / 1e9
         return highest_rate(window, len(rows) / wall_s, bound_ms * 1e6, self.seconds)
 
-    def _bound_ms(self, key: str, samples: Mapping[tuple[str, Scenario], Samples]) -> float:
+    def _bound_ms(self, system: SystemUnderTest, samples: Mapping[tuple[str, Scenario], Samples]) -> float:
+        """NaN where nothing was answered."""
+        key = system.system.key
         alone = samples.get((key, "single-stream"))
-        p90_ns = percentile(alone.answered.latency_ns, 90).value if alone is not None else self.alone_ns[key]
-        return _BOUND_OF_P90 * p90_ns / 1e6
+        if alone is None:
+            fitting = int(self.seconds * 1e9 / self.alone_ns[key])
+            count = max(len(self.inputs), min(fitting, samples_needed(90)))
+            order = self._order(random.Random(f"{self.seed} bound"), count)
+            alone = samples_of([(0, single_stream(system.call, order, self._bytes(system)))], {})
+        return _BOUND_OF_P90 * percentile(alone.answered.latency_ns, 90).value / 1e6
 
     def _asked(self, system: SystemUnderTest, scenario: Scenario) -> Callable[[Sequence[int]], list[Row]]:
         encoded_of = self._bytes(system)

@@ -65,13 +65,6 @@ class Percentile:
         """Whether the samples tell: the interval's two ends are among them."""
         return not math.isnan(self.high)
 
-    @property
-    def remark(self) -> str:
-        """Why not to believe it; empty where there is nothing to say."""
-        if self.is_enough:
-            return ""
-        return f"too few samples for P{self.percent:g} (n={self.n}, needs {samples_needed(self.percent)})"
-
 
 def rank(n: int, percent: float) -> int:
     """The position of a percentile among `n` ascending samples, from 0: the first that `percent` do not exceed."""
@@ -238,19 +231,16 @@ def ratio(
     return Ratio(value, low, high, len(ratios), len(names))
 
 
-def paired(
-    one: Samples, other: Samples, *, stage: str | None = None
-) -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
+def paired(one: Samples, other: Samples) -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
     """The requests that both answered on one input in one round; several of them are one by their mean.
 
     Args:
         one, other: samples of two systems in one scenario of one record.
-        stage: to compare; `None`: the latencies. Requests that did not reach it are left out.
 
     Returns:
-        (n,) nanoseconds of `one`, (n,) of `other`, (n,) the rounds.
+        (n,) latencies of `one`, nanoseconds, (n,) of `other`, (n,) the rounds.
     """
-    means = [cell_means(samples.answered, stage) for samples in (one, other)]
+    means = [cell_means(samples.answered, None) for samples in (one, other)]
     both = sorted(means[0].keys() & means[1].keys())
     first, second = (np.array([mean[key] for key in both], np.float64) for mean in means)
     return first, second, np.array([number for number, _ in both], np.int64)

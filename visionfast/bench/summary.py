@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from visionfast.bench.breakdown import Breakdown, breakdown
+from visionfast.bench.comparison import answered_by_round
 from visionfast.bench.records import Record, Samples, Scenario
 from visionfast.bench.server_rate import keeps, late_share
 from visionfast.bench.statistics import LEVEL, Percentile, block_counts, percentile, samples_needed
@@ -114,19 +115,14 @@ def query_latency_ns(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.int
 
 
 def throughput(samples: Samples, *, resamples: int = 1000) -> Throughput:
-    """Answered requests over the time from the first one's beginning to the last one's end, in each round."""
-    answered = samples.answered
-    if not len(answered):
+    """Answered requests over the time that their rounds took (`comparison.answered_by_round`)."""
+    if samples.failed.all():  # also where there are none
         return Throughput(math.nan, math.nan, math.nan)
-    rounds, index, counts = np.unique(answered.round, return_inverse=True, return_counts=True)
-    first_ns, last_ns = np.full(len(rounds), np.iinfo(np.int64).max), np.zeros(len(rounds), np.int64)
-    np.minimum.at(first_ns, index, answered.begun_ns)
-    np.maximum.at(last_ns, index, answered.done_ns)
-    wall_s = (last_ns - first_ns).clip(min=1) / 1e9
+    counts, wall_s = answered_by_round(samples)
     per_s = float(counts.sum() / wall_s.sum())
-    if len(rounds) < 2:
+    if len(counts) < 2:
         return Throughput(per_s, math.nan, math.nan)
-    weights = block_counts(len(rounds), resamples)
+    weights = block_counts(len(counts), resamples)
     resampled = (weights @ counts) / (weights @ wall_s)
     low, high = (percentile(resampled, 50 + sign * 50 * LEVEL).value for sign in (-1, 1))
     return Throughput(per_s, low, high)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from visionfast.bench.breakdown import breakdown
 from visionfast.bench.records import Record, Samples, Scenario
+from visionfast.bench.statistics import Percentile, percentile
 
 __all__ = ["Interval", "Step", "Waterfall", "matched_latency_ns", "waterfall"]
 
@@ -52,7 +53,7 @@ class Step:
         about: what stands where now, in a line.
         n: images timed.
         p50_ms: median latency, of each image, averaged over the images.
-        p95_ms, p99_ms: of all its latencies.
+        p95_ns, p99_ns: of all its latencies, nanoseconds.
         mean_ms: of its latency.
         stage_ms: mean of each part of it (`bench.breakdown`), which add up to `mean_ms`.
         saved_ms: P50 of the step before minus its own; `None` for the first one.
@@ -68,8 +69,8 @@ class Step:
     about: str
     n: int
     p50_ms: float
-    p95_ms: float
-    p99_ms: float
+    p95_ns: Percentile
+    p99_ns: Percentile
     mean_ms: float
     stage_ms: Mapping[str, float] = field(default_factory=dict)
     saved_ms: Interval | None = None
@@ -96,7 +97,7 @@ class Waterfall:
 
 
 def waterfall(record: Record) -> Waterfall | None:
-    """The waterfall among a record's systems, or `None` where there is none.
+    """The waterfall among a record's systems, or `None` where there is none, or an engine's certificate failed.
 
     Its systems are of the kind `step`; their details tell `step` (a number), `about`, `agreement` and `at once`. A
     system with `alone` shows that step's change by itself, on top of the first step; `by itself` says that the step
@@ -104,7 +105,7 @@ def waterfall(record: Record) -> Waterfall | None:
     """
     found = [s for s in record.systems if s.kind == "step" and (s.key, _SCENARIO) in record.samples]
     in_turn = sorted((s for s in found if "alone" not in s.details), key=lambda s: int(s.details["step"]))
-    if len(in_turn) < 2:
+    if len(in_turn) < 2 or any(s.details.get("certificate") == "failed" for s in found):
         return None
     alone = {s.details["step"]: s.key for s in found if "alone" in s.details}
     keys = [*(s.key for s in in_turn), *alone.values()]
@@ -122,17 +123,17 @@ def waterfall(record: Record) -> Waterfall | None:
     steps: list[Step] = []
     for system in in_turn:
         only = alone.get(system.details["step"]) or (system.key if "by itself" in system.details else None)
-        p95, p99 = np.percentile(latency_ns[index[system.key]], (95, 99)) / 1e6
+        all_ns = latency_ns[index[system.key]].ravel()
         parts = breakdown(record.samples[system.key, _SCENARIO])
         steps.append(
             Step(
                 key=system.key,
                 name=system.name,
                 about=system.details.get("about", ""),
-                n=latency_ns[0].size,
+                n=len(all_ns),
                 p50_ms=float(medians_ms[index[system.key]]),
-                p95_ms=float(p95),
-                p99_ms=float(p99),
+                p95_ns=percentile(all_ns, 95),
+                p99_ns=percentile(all_ns, 99),
                 mean_ms=parts.total_ns / 1e6,
                 stage_ms={part: ns / 1e6 for part, ns in parts.parts_ns.items() if ns},
                 saved_ms=difference(steps[-1].key, system.key) if steps else None,

@@ -28,6 +28,7 @@ import numpy as np
 from interleaved import (  # before torch
     QUIET,
     Contestant,
+    OtherLoad,
     Samples,
     console,
     environment,
@@ -35,7 +36,7 @@ from interleaved import (  # before torch
     write_results,
 )
 from rich.table import Table
-from serving_entrants import LAYOUTS, Call, Entrant, ServedLoad, entrants
+from serving_entrants import LAYOUTS, Call, Entrant, entrants
 
 from visionfast.certify import default_images
 from visionfast.errors import VisionfastError
@@ -194,7 +195,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="visionfast-") as home:
         os.environ.setdefault("VISIONFAST_HOME", home)
         with entrants(arguments.weights.resolve(), encoded) as found:
-            load = ServedLoad()
+            load = OtherLoad(children=True)  # the servers are
             contestants = [Contestant(one.key, one.name, one.call) for one in found]
             latency = interleave(
                 contestants, encoded, rounds=arguments.rounds, seconds=arguments.seconds, seed=arguments.seed

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
-from interleaved import OtherLoad, console  # before torch
+from interleaved import console  # before torch
 
 import visionfast as vf
 from visionfast import machine
@@ -32,7 +32,7 @@ from visionfast.serving.scheduling import Scheduling
 from visionfast.serving.server import Server
 from visionfast.types import EngineManifest
 
-__all__ = ["LAYOUTS", "Call", "Entrant", "ServedLoad", "entrants"]
+__all__ = ["LAYOUTS", "Call", "Entrant", "entrants"]
 
 LAYOUTS: tuple[Layout, ...] = ("fused", "ensemble")
 Call: TypeAlias = Callable[[bytes], Any]
@@ -161,31 +161,3 @@ def _naive(weights: Path, opened: contextlib.ExitStack) -> Entrant:
             break
         time.sleep(0.1)
     raise VisionfastError("the naive server did not start; what it said is above")
-
-
-class ServedLoad(OtherLoad):
-    """As `OtherLoad`; the servers are ours: they are children of this process."""
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        wall, busy, own = OtherLoad._now()
-        return wall, busy, own + _children_s(os.getpid())
-
-
-def _children_s(root: int) -> float:
-    """Processor seconds of all processes below one, those that are still there."""
-    parents: dict[int, int] = {}
-    spent: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            pid = int(path.parent.name)
-            parents[pid], spent[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-
-    def below(pid: int) -> bool:
-        while (pid := parents.get(pid, 0)) > 1:
-            if pid == root:
-                return True
-        return False
-
-    return sum(ticks for pid, ticks in spent.items() if below(pid)) / os.sysconf("SC_CLK_TCK")

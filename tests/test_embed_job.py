@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,10 @@ from small_embedder import build_small
 from visionfast import embed_job, embed_journal, embed_run, embed_table
 from visionfast.backends.fake import FakeRunner
 from visionfast.embed_journal import Journal
-from visionfast.embed_table import engine_identity, read_info, read_rows
+from visionfast.embed_table import Row, engine_identity, read_info, read_rows
 from visionfast.embedder import Embedder
 from visionfast.errors import ImageNotFoundError, OptionError
+from visionfast.image_files import image_files
 from visionfast.preprocess.decode import read_image_file
 from visionfast.preprocess.limits import DecodeLimits
 
@@ -75,6 +77,27 @@ def test_a_folder_that_cannot_be_read(embedder: Embedder, photos: Path, output: 
     assert (report.unread, report.written) == (1, False)
     shutil.rmtree(photos / "sub")
     assert embed_job.embed_folder(embedder, photos, output).removed == 1
+
+
+def test_a_folder_that_cannot_be_read_any_more_when_it_goes_on(embedder: Embedder, photos: Path, output: Path) -> None:
+    """Of the run that was stopped its answers stay, those of files that are gone do not."""
+    with pytest.raises(StoppedError):
+        embed_job.embed_folder(embedder, photos, output, progress=stop_at(11))
+    (photos / "sub").rename(photos / "far")
+    deep_folder(photos / "sub")
+    unread: list[bytes] = []
+    list(image_files(photos, unread=lambda path, _: unread.append(path)))
+    lost = unread[0] + b"/x.jpg"
+    with Journal(output) as journal:
+        found = [row for row in journal.rows() if isinstance(row, Row) and row.path == b"z.jpg"]
+        journal.record(dataclasses.replace(found[0], path=lost))
+        # That one could not be read is no answer that anybody would miss.
+        journal.record(Row(unread[0] + b"/y.jpg", 1, 1, None, "no such file", None))
+    report = embed_job.embed_folder(embedder, photos, output)
+    assert (report.files, report.unread, report.embedded, report.kept, report.bad) == (12, 1, 2, 10, 0)
+    rows = rows_of(output)
+    np.testing.assert_array_equal(rows[os.fsdecode(lost)].vector, rows["z.jpg"].vector)
+    assert not embed_job.embed_folder(embedder, photos, output).written
 
 
 def test_nothing_but_a_folder_that_cannot_be_read(embedder: Embedder, output: Path, tmp_path: Path) -> None:
@@ -288,6 +311,29 @@ def test_two_at_once(embedder: Embedder, photos: Path, output: Path, expected: b
     embed_job.embed_folder(embedder, photos, output, progress=progress)
     assert told == [f"{output}: another job is writing it; wait for that one, or name another output"] * 3
     assert output.read_bytes() == expected
+
+
+def test_a_batch_is_safe_while_the_next_one_is_computed(embedder: Embedder, photos: Path, output: Path) -> None:
+    """Seen by what a kill would leave: the journal, and SQLite's own beside it."""
+    (graph,) = embedder.spec.graphs
+    tensors = {
+        side: tuple(dataclasses.replace(tensor, shape=(4, *tensor.shape[1:])) for tensor in getattr(graph, side))
+        for side in ("inputs", "outputs")
+    }
+    four = dataclasses.replace(graph, **tensors)
+    spec = dataclasses.replace(embedder.spec, graphs=(four,))
+    safe: list[int] = []
+
+    def answer(feeds: Any) -> Any:
+        time.sleep(1.1)
+        left = shutil.copytree(output.parent, output.parent.with_name(f"left {len(safe)}"))
+        with Journal(left / output.name) as journal:
+            safe.append(journal.answers)
+        return {"cls": 1.0, "patches": 0}
+
+    with Embedder(spec, [FakeRunner(four, answer)], manifest=embedder.manifest) as slow:
+        embed_job.embed_folder(slow, photos, output)
+    assert safe == [0, 4, 8]
 
 
 # ---- bad files --------------------------------------------------------------------------------------------

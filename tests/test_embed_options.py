@@ -114,6 +114,15 @@ def test_names_that_dense_features_cannot_have(embedder: Embedder, photos: Path,
     assert target.is_file()
 
 
+def test_patches_of_a_file_that_is_gone_after_a_stop(embedder: Embedder, photos: Path, output: Path) -> None:
+    with pytest.raises(StoppedError):
+        embed_job.embed_folder(embedder, photos, output, patches="float16", progress=stop_at(11))
+    assert len(_npz(output)) == 11
+    shutil.rmtree(photos / "sub")
+    assert embed_job.embed_folder(embedder, photos, output, patches="float16").kept == 9
+    assert _npz(output).keys() == {f"{name}.npz" for name in rows_of(output)}
+
+
 def test_a_name_for_patches_is_tried_again_after_a_stop(embedder: Embedder, photos: Path, output: Path) -> None:
     target = output.parent / "table.parquet.patches" / "a.png.npz"
     target.mkdir(parents=True)

@@ -30,7 +30,7 @@ _APPLICATION_ID = 0x76666A31  # "vfj1": whose file it is, in SQLite's own header
 _PAGE = 1024
 """Rows that are read at a time where others are written in between."""
 _COMMIT_SECONDS = 1.0
-"""What a kill may cost."""
+"""What a kill may cost of the answers that were recorded."""
 
 _TABLES = (
     "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -143,6 +143,15 @@ class Journal:
         with self._failing():
             return self._count("answer")
 
+    def answered(self) -> Iterator[ImageFile]:
+        """The files of an earlier run's answers that may be kept, in order, as they were then. The listing, and what is
+        kept, may be written meanwhile.
+        """
+        sql = "SELECT path, bytes, modified_ns, error FROM answer WHERE path > ? AND sha256 IS NOT NULL"
+        for *file, error in self._paged(sql):
+            if not (error or "").startswith(CANNOT_BE_WRITTEN):
+                yield ImageFile(*file)
+
     # ---- what there is to do ------------------------------------------------------------------------------
 
     def list(self, files: Iterable[ImageFile]) -> int:
@@ -187,6 +196,11 @@ class Journal:
             for (path,) in self._paged("SELECT path FROM answer WHERE path > ? AND error IS NULL"):
                 if not whole(path):
                     run("DELETE FROM answer WHERE path = ?", (path,))
+
+    def gone(self) -> Iterator[bytes]:
+        """The paths that have an answer and are not in the listing, in order."""
+        sql = "SELECT path FROM answer WHERE path > ? AND NOT EXISTS (SELECT 1 FROM file WHERE file.path = answer.path)"
+        return (path for (path,) in self._paged(sql))
 
     def pending(self) -> Iterator[ImageFile]:
         """The files that have neither an answer nor a row, in order. Answers may be recorded meanwhile."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,8 @@ Progress: TypeAlias = Callable[[str, int, "int | None"], None]
 
 _SHOWN = 20
 """Bad files, and folders that could not be read, that a report names."""
+_BATCH_SECONDS = 0.1
+"""Where a batch takes longer on the average, its answers are on the disk at once; else within a second."""
 _TOLD_EVERY = 1000
 """Files, where each is a matter of microseconds."""
 
@@ -113,6 +116,8 @@ class Run:
         files = self.journal.list(self._watched(self._listed(), "listing", None))
         bad = _Bad()
         rows, known, kept = self.journal.keep(bad.noted(self._to_keep()))
+        for path in self.journal.gone():
+            self._drop(path)
         self.journal.revise(self._whole)
         self.journal.start(self.info.to_json())
         done = kept + self.journal.answers
@@ -141,16 +146,19 @@ class Run:
     # ---- what there is ------------------------------------------------------------------------------------
 
     def _listed(self) -> Iterator[ImageFile]:
-        """The files there are; of a folder that cannot be read those that the table has, for nobody said they are gone.
+        """The files there are; of a folder that cannot be read those that the journal has, or the table, for nobody
+        said they are gone.
 
         A disk that is away for a moment must not cost what took hours.
         """
         yield from image_files(self.root, unread=lambda *told: self.unread.append(told))
         if self.unread:
             below = tuple(path + b"/" for path, _ in self.unread)
-            for row in self._old(vectors=False):
-                if row.path.startswith(below):
-                    yield ImageFile(row.path, row.n_bytes, row.modified_ns)
+            # The journal first, of a path the first counts: what it has is the newer one.
+            rows = (ImageFile(row.path, row.n_bytes, row.modified_ns) for row in self._old(vectors=False))
+            for file in itertools.chain(self.journal.answered(), rows):
+                if file.path.startswith(below):
+                    yield file
 
     def _to_keep(self) -> Iterator[Row]:
         """The table's rows; one that has to be made again comes with a size that no file has."""
@@ -191,7 +199,8 @@ class Run:
 
     def _embed(self, done: int, files: int) -> int:
         """Every file that is pending; how many of them have a vector now."""
-        embedded = 0
+        embedded = computed = 0
+        batch, started = self.embedder.session.batch, time.monotonic()
         self.progress("embedding", done, files)
         items = map(_Item, self.journal.pending())
         with contextlib.closing(self.embedder.stream(items, load=self._load, patches=self.dense is not None)) as stream:
@@ -199,6 +208,11 @@ class Run:
                 row = self._row(item, answer)
                 self.journal.record(row)
                 embedded += row.error is None
+                if isinstance(answer, Embedded):
+                    computed += 1
+                    # A batch's answers come together; the next ones take as long as the engine does.
+                    if computed % batch == 0 and time.monotonic() - started > _BATCH_SECONDS * computed / batch:
+                        self.journal.commit()
                 self.progress("embedding", count, files)
         self.journal.commit()
         return embedded
@@ -230,7 +244,7 @@ class Run:
         for wanted in self.journal.rows():
             path = wanted.path if isinstance(wanted, Row) else wanted
             while old is not None and old.path < path:
-                self._drop(old)
+                self._drop(old.path)
                 old = next(there, None)
             found = None
             if old is not None and old.path == path:
@@ -242,13 +256,13 @@ class Run:
             else:
                 raise ArtifactError(f"{self.table}: it was changed while the job ran; start again")
         while old is not None:
-            self._drop(old)
+            self._drop(old.path)
             old = next(there, None)
 
-    def _drop(self, row: Row) -> None:
+    def _drop(self, path: bytes) -> None:
         """The file is gone."""
         if self.dense is not None:
-            self.dense.drop(row.path)
+            self.dense.drop(path)
 
     def _watched(self, things: Iterable[_Thing], stage: str, total: int | None) -> Iterator[_Thing]:
         done = 0

@@ -14,8 +14,13 @@ from clients import async_client_of, client_of
 
 import visionfast as vf
 from visionfast import errors
-from visionfast.errors import ImageError, OptionError
+from visionfast.artifacts import read_manifest
+from visionfast.errors import ImageError, ImageTooLargeError, OptionError, ServerError
 from visionfast.preprocess.decode import decode_image
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.serving.client_model import served_model
+from visionfast.serving.metadata import parameters_of
+from visionfast.serving.wire import outputs_of
 
 pytest.importorskip("tritonclient.grpc", reason="a client needs tritonclient: pip install 'visionfast[triton]'")
 
@@ -183,14 +188,70 @@ def test_a_wrong_option_is_the_detectors_error(
 def test_what_the_server_says_of_the_model(
     served: Any, built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path]
 ) -> None:
-    from visionfast.artifacts import read_manifest
-
     manifest = read_manifest(built_engine(seeded_checkpoint("segment")))
     with client_of(served("ensemble", "segment"), "http") as client:
         assert client.spec == manifest.spec
         assert client.class_names == ("kind 0", "kind 1", "kind 2")
         assert client.certificate.status == manifest.certificate.status
         assert client.certificate.measures == manifest.certificate.measures
+
+
+def test_what_an_image_may_cost_is_for_the_server_to_say(
+    built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path]
+) -> None:
+    manifest = read_manifest(built_engine(seeded_checkpoint("detect")))
+    limits = DecodeLimits(max_pixels=5, max_bytes=1 << 40)
+    told = parameters_of(manifest, pipeline="y", engine="e", layout="fused", options={}, limits=limits)
+
+    def config() -> dict[str, Any]:
+        outputs = [{"name": tensor.name} for tensor in outputs_of("detect")]
+        return {"parameters": {name: {"string_value": text} for name, text in told.items()}, "output": outputs}
+
+    assert served_model("grpc://localhost:8001", "y", config())[1] == limits
+    for wrong in ("{", '{"max_pixels": "many"}', "[]"):
+        told["limits"] = wrong
+        with pytest.raises(ServerError, match=r"^grpc://localhost:8001: y: "):
+            served_model("grpc://localhost:8001", "y", config())
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_is_too_large_for_the_model_is_refused_before_it_is_sent(
+    served: Any, small_served: Any, photographs: list[Path], kind: str
+) -> None:
+    """By the limits that the model has; pixels are no file, however many bytes they are."""
+    pixels = np.zeros((40, 60, 3), np.uint8)
+
+    async def ask() -> None:
+        async def check(client: vf.AsyncClient, call: Callable[..., Any], **options: Any) -> None:
+            client._limits = DecodeLimits(max_pixels=2399)
+            with pytest.raises(ImageTooLargeError, match="expected at most 2399 pixels"):
+                await call(pixels, **options)
+            client._limits = DecodeLimits(max_bytes=1000)
+            with pytest.raises(ImageTooLargeError, match="expected at most 1000 bytes"):
+                await call(photographs[0], **options)
+            await call(pixels, **options)
+
+        async with async_client_of(served("fused"), "grpc") as client:
+            await check(client, client)
+        async with async_client_of(small_served("prompt"), "grpc") as client:
+            await check(client, client.segment, points=[(9, 9, 1)])
+
+    def check(client: vf.Client, call: Callable[..., Any], **options: Any) -> None:
+        client._limits = DecodeLimits(max_pixels=2399)
+        with pytest.raises(ImageTooLargeError, match="expected at most 2399 pixels"):
+            call(pixels, **options)
+        client._limits = DecodeLimits(max_bytes=1000)
+        with pytest.raises(ImageTooLargeError, match="expected at most 1000 bytes"):
+            call(photographs[0], **options)
+        call(pixels, **options)
+
+    if kind == "async":
+        asyncio.run(ask())
+        return
+    with client_of(served("fused")) as client:
+        check(client, client)
+    with client_of(small_served("prompt")) as client:
+        check(client, client.segment, points=[(9, 9, 1)])
 
 
 def test_the_first_error_is_raised(served: Any, photographs: list[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
@@ -147,3 +148,29 @@ def test_a_connection_that_was_closed_meanwhile() -> None:
         transport.close()
         thread.join(timeout=10)
         assert len(accepted) == 3
+
+
+@pytest.mark.parametrize("python", ["this", "3.12.2 and later"])
+def test_a_server_that_closes_and_says_so(
+    scripted: Callable[[Script], str], monkeypatch: pytest.MonkeyPatch, python: str
+) -> None:
+    """The answer is there, though its last byte closes the socket, as it does in newer releases of Python."""
+    from visionfast.serving.client_http import HttpTransport
+    from visionfast.serving.client_transport import Address
+
+    if python != "this":
+        read1 = http.client.HTTPResponse.read1
+
+        def closing_read1(self: http.client.HTTPResponse, n: int = -1) -> bytes:
+            part = read1(self, n)
+            if self.length == 0:
+                self._close_conn()  # type: ignore[attr-defined]  # of `HTTPResponse.read1` since 3.12.2
+            return part
+
+        monkeypatch.setattr(http.client.HTTPResponse, "read1", closing_read1)
+    answer = json.dumps([{"name": "y", "state": "READY"}]).encode()
+    url = scripted(lambda connection, _: connection.sendall(response(answer, headers="Connection: close\r\n")))
+    transport = HttpTransport(Address.parse(url))
+    for _ in range(3):
+        assert transport.models(5.0) == ["y"]
+    transport.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from visionfast.preprocess.decode import decode_image
 from visionfast.preprocess.limits import DecodeLimits
 from visionfast.preprocess.nv12 import Nv12Frame, nv12_to_rgb
 from visionfast.results import Detections
-from visionfast.serving.client_questions import about_objects
+from visionfast.serving.client_questions import SentImages, about_objects
 from visionfast.serving.client_request import Terms, encoded_image, kept, refusal
-from visionfast.serving.client_transport import Address
+from visionfast.serving.client_transport import Address, open_async_transport, open_transport
 from visionfast.serving.wire import fault_text, pack_answers, unpack_image
 from visionfast.types import ModelSpec, PreprocessSpec
 
 SPEC = ModelSpec("y", "yolov8", "yolov8n", "detect", (), PreprocessSpec((64, 64)), ("cat", "dog"), (8, 16, 32))
 QUESTION = about_objects(SPEC, {}, on_error="raise", timeout=30.0)
 TERMS = QUESTION.terms
+LIMITS = DecodeLimits()
 
 _SIDES = st.integers(1, 40)
 PIXELS = st.one_of(
@@ -62,13 +64,13 @@ def test_a_frame_of_video_arrives_as_it_is() -> None:
 @given(st.binary(max_size=200_000))
 def test_bytes_are_sent_as_they_are(data: bytes) -> None:
     for source in (data, bytearray(data), memoryview(data)):
-        sent = QUESTION.request(source, 0).arrays
+        sent = QUESTION.request(source, 0, LIMITS).arrays
         assert unpack_image(sent["image"][0], sent["length"][0]) == data
 
 
 def test_a_file_is_sent_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"anything")
-    sent = QUESTION.request(tmp_path / "a.bin", 0).arrays
+    sent = QUESTION.request(tmp_path / "a.bin", 0, LIMITS).arrays
     assert unpack_image(sent["image"][0], sent["length"][0]) == b"anything"
 
 
@@ -84,14 +86,20 @@ def test_a_file_is_sent_as_it_is(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_sent(source: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error) as caught:
-        QUESTION.request(source, 7)
+        QUESTION.request(source, 7, LIMITS)
     assert str(caught.value).startswith(said)
 
 
-def test_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("visionfast.serving.client_request._LIMITS", DecodeLimits(max_bytes=10))
+def test_what_is_too_large_for_the_model_is_not_sent(tmp_path: Path) -> None:
+    limits = DecodeLimits(max_bytes=10, max_pixels=20)
     with pytest.raises(ImageTooLargeError, match="image 7: expected at most 10 bytes, got 11"):
-        QUESTION.request(b"a" * 11, 7)
+        QUESTION.request(b"a" * 11, 7, limits)
+    (tmp_path / "a.bin").write_bytes(b"a" * 11)
+    with pytest.raises(ImageTooLargeError, match="expected at most 10 bytes, got 11"):
+        QUESTION.request(tmp_path / "a.bin", 7, limits)
+    with pytest.raises(ImageTooLargeError, match="image 7: expected at most 20 pixels"):
+        QUESTION.request(np.zeros((3, 7, 3), np.uint8), 7, limits)
+    QUESTION.request(np.zeros((4, 5, 3), np.uint8), 7, limits)  # 60 bytes of 20 pixels: no file
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
@@ -156,6 +164,27 @@ def test_terms() -> None:
     terms = Terms.of("return", asked | {"priority": "offline"}, 30.0)
     assert terms == Terms(b'{"classes": [1, "dog"], "conf": 0.5}', 2, 0.25, raises=False)
     assert Terms.of("raise", {"deadline_ms": 60_000}, 30.0).patience_s == 30.0
+    with pytest.raises(OptionError, match=r"priority: expected 'online' or 'offline', got \['online'\]"):
+        Terms.of("raise", {"priority": ["online"]}, 30.0)
+
+
+@pytest.mark.parametrize("opening", [open_transport, open_async_transport])
+def test_shared_memory_elsewhere_than_on_linux(monkeypatch: pytest.MonkeyPatch, opening: Any) -> None:
+    """It is refused before anything is opened."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(OptionError, match="shared_memory: expected Linux"):
+        opening(Address.parse("localhost"), shared_memory=True)
+
+
+def test_of_the_images_that_were_sent_those_used_last_are_remembered() -> None:
+    sent = SentImages(most=2)
+    sent.add("a")
+    sent.add("b")
+    assert "a" in sent
+    sent.add("c")
+    assert "a" in sent
+    assert "b" not in sent
 
 
 @pytest.mark.parametrize(
@@ -188,6 +217,8 @@ def test_addresses(url: str, scheme: Any, expected: str) -> None:
         ("http://localhost/v2", None),
         ("http://user:secret@localhost", None),
         ("localhost?x", None),
+        ("http://a..b:8000", None),
+        (f"{'a' * 64}.example", None),
         ("local host:1", None),
         ("[::1", None),
         ("http://localhost", "grpc"),

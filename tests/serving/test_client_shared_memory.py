@@ -118,6 +118,20 @@ def test_with_await(shared: Server, sources: list[Any], expected: list[Any], sch
     assert not _files()
 
 
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_traced(shared: Server, sources: list[Any], expected: list[Any], scheme: str) -> None:
+    async def ask() -> Any:
+        url = shared.grpc_url if scheme == "grpc" else shared.http_url
+        async with vf.AsyncClient(url, "plain", shared_memory=True) as client:
+            return await client.traced(sources[0], **LOW)
+
+    with _open(shared, scheme) as client:
+        for _ in range(2):
+            assert _same(client.traced(sources[0], **LOW).answer, expected[0])
+    assert _same(asyncio.run(ask()).answer, expected[0])
+    assert not _regions(shared)
+
+
 def test_threads_share_a_client(shared: Server, sources: list[Any], expected: list[Any]) -> None:
     got: list[Any] = []
     with _open(shared) as client:
@@ -294,6 +308,19 @@ def test_a_client_that_is_forgotten(shared: Server, sources: list[Any]) -> None:
     client = _open(shared)
     client(sources[0])
     assert _regions(shared)
+    del client
+    gc.collect()
+    assert not _files()
+    _wait_until(lambda: not _forgotten(shared))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_an_async_client_that_is_closed_after_its_loop(shared: Server, sources: list[Any], scheme: str) -> None:
+    client = vf.AsyncClient(shared.grpc_url if scheme == "grpc" else shared.http_url, "plain", shared_memory=True)
+    asyncio.run(client(sources[0]))
+    asyncio.run(client.close())
     del client
     gc.collect()
     assert not _files()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,8 @@ from visionfast.embedding import image_key
 from visionfast.errors import DeadlineError, ImageError, ImageFormatError, ImageNotKeptError, OptionError
 from visionfast.preprocess.decode import decode_image
 from visionfast.serving.client_questions import about_prompts
+from visionfast.serving.scheduling import QueueLimits, Scheduling
+from visionfast.serving.scrape import scrape
 from visionfast.serving.server import Server
 
 if TYPE_CHECKING:
@@ -189,6 +192,22 @@ def test_what_segment_does_not_know(small_served: Callable[[str], Served], photo
                 ask(photographs[0], point=[(1, 1, 1)])  # type: ignore[call-arg]
 
 
+def test_a_wrong_option_is_counted_once(small_served: Callable[[str], Served], photographs: list[Path]) -> None:
+    served = small_served("prompt-few")  # which no other test asks anything wrong
+
+    def wrong() -> float:
+        return scrape(served.metrics_url).total("visionfast_errors_total", model=served.name, kind="option")
+
+    before = wrong()
+    with client_of(served) as client, pytest.raises(OptionError, match="multimask"):
+        client.segment(photographs[0], points=[(1, 1, 1)], multimask="yes")  # type: ignore[arg-type]
+    ends = time.monotonic() + 20
+    while wrong() == before and time.monotonic() < ends:
+        time.sleep(0.05)
+    time.sleep(0.3)  # another one would be told by now
+    assert wrong() - before == 1
+
+
 # ---- images that are kept -----------------------------------------------------------------------------------------
 
 
@@ -297,6 +316,37 @@ def test_a_click_does_not_wait_for_everything_and_what_nobody_waits_for_ends(
         assert ended
         # The server has given it up, too: another one begins.
         assert len(client.everything(photographs[1], **ALL)) > 3
+
+
+def test_who_waits_for_everything_waits_as_long_as_it_likes_and_is_refused_in_time(
+    small_engines: dict[str, Path], photographs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where clicks wait for 100 ms at most, behind one that takes seconds."""
+    from visionfast.serving.repository import deploy
+
+    monkeypatch.setenv("VISIONFAST_HOME", str(tmp_path))
+    limits = QueueLimits(requests=16, timeout_ms=100)
+    scheduling = Scheduling(online=limits, offline=limits)
+    folder = deploy(small_engines["prompt"], name="short", scheduling=scheduling, uncertified=True)
+    with Server(folder, http=0, grpc=0, metrics=0) as server, vf.Client(server.grpc_url, "short") as client:
+
+        def survey() -> None:
+            with pytest.raises(DeadlineError):
+                client.everything(photographs[0], points_per_side=1024, deadline_ms=5000)
+
+        def late() -> float:
+            return scrape(server.metrics_url).total("visionfast_errors_total", kind="deadline")
+
+        first = threading.Thread(target=survey)
+        first.start()
+        time.sleep(0.5)
+        with pytest.raises(DeadlineError):
+            client.everything(photographs[1], deadline_ms=500, **ALL)
+        while first.is_alive() and late() == 0:
+            time.sleep(0.1)
+        assert first.is_alive()  # the second one did not wait for its end
+        assert len(client.everything(photographs[1], deadline_ms=60_000, **ALL)) > 3
+        assert not first.is_alive()
 
 
 def test_what_serves_loads_nothing_that_builds(small_server: Server) -> None:

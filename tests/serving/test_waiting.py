@@ -172,6 +172,29 @@ def test_a_request_whose_time_is_over_is_not_begun_and_not_let_in() -> None:
         line.join("c", deadline_ns=clock.ns)
 
 
+def test_who_waits_behind_one_that_takes_long_is_told_when_its_time_is_over() -> None:
+    line = Line[str](LIMITS, images=1, even=False)
+    line.join("a")
+    long = next_turn(line)
+    line.join("b", timeout_ns=60 * MS)
+    line.join("c", level=1, timeout_ns=30 * MS)
+    for name in "cb":
+        late = line.late()
+        assert late is not None
+        assert names(late) == [name]
+        assert 0 <= time.monotonic_ns() - late[0].deadline_ns < 1000 * MS
+    told: list[list[Place[str]] | None] = []
+    watch = threading.Thread(target=lambda: told.append(line.late()))
+    watch.start()
+    line.join("d", deadline_ns=1 << 80)
+    time.sleep(0.05)
+    line.close()
+    watch.join(10)
+    assert told == [None]
+    line.done(long)
+    assert served(line) == ["d"]
+
+
 def test_the_limit_is_also_the_most_that_a_request_may_ask_for() -> None:
     line, clock = a_line()
     line.join("a", timeout_ns=60_000 * MS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from visionfast.embedding import image_key
@@ -13,7 +13,15 @@ from visionfast.errors import ImageError, ImageNotKeptError, ServerError
 from visionfast.results import Detections, Embeddings, Masks
 from visionfast.serving.client_asking import Asking
 from visionfast.serving.client_questions import about_everything, about_objects, about_prompts, about_vectors
-from visionfast.serving.client_request import Answer, Options, Priority, PromptOptions, encoded_image
+from visionfast.serving.client_request import (
+    Answer,
+    Options,
+    Priority,
+    PromptOptions,
+    encoded_image,
+    just_large_enough,
+    shown_name,
+)
 from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
 from visionfast.sessions.embeddings import Embedded, gathered
@@ -25,7 +33,7 @@ __all__ = ["Client"]
 
 
 class Client(Asking):
-    """One model on one server. A context manager; threads may share it.
+    """One model on one server. A context manager; threads may share it, processes may not: open one after a fork.
 
     Every image is a request of its own, so that the server can put together the images of all its clients; the images
     of one call are sent several at a time.
@@ -204,15 +212,17 @@ class Client(Asking):
             ImageError, QueueFullError, DeadlineError, ServerError: as for a call.
         """
         question = about_prompts(self.spec, prompts, timeout=self._timeout)
-        encoded = encoded_image(image)
+        encoded = encoded_image(image, limits=self._limits)
         started = perf_counter_ns()
-        key = image_key(encoded).key
+        key = image_key(encoded, limits=just_large_enough(encoded)).key
         hash_ns = perf_counter_ns() - started
         if key in self._sent:
+            ends = monotonic() + question.terms.patience_s
             with contextlib.suppress(ImageNotKeptError):
                 masks = self._one(question.by_key(key), image, question)
                 return replace(masks, stage_ns={"hash": hash_ns} | dict(masks.stage_ns))
-        masks = self._one(question.request(encoded, None), image, question)
+            question = question.until(ends)
+        masks = self._one(question.carrying(encoded, shown_name(image, None)), image, question)
         self._sent.add(key)
         return masks
 
@@ -240,7 +250,7 @@ class Client(Asking):
         """
         terms = {"priority": priority, "deadline_ms": deadline_ms}
         question = about_everything(self.spec, terms, everything=options, timeout=self._timeout)
-        return self._one(question.request(image, None), image, question)
+        return self._one(question.request(image, None, self._limits), image, question)
 
     def traced_segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Traced[Masks]:
         """The masks for some prompts, and where their time went; as `traced` and `segment`.

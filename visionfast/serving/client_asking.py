@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from visionfast.errors import ImageError, OptionError, ServerError
-from visionfast.serving.client_model import is_unknown, not_there, served_manifest
+from visionfast.preprocess.limits import DecodeLimits
+from visionfast.serving.client_model import is_unknown, not_there, served_model
 from visionfast.serving.client_questions import Question, SentImages
 from visionfast.serving.client_request import Request, kept
 from visionfast.serving.client_tracing import Timed, traced
@@ -19,7 +21,7 @@ from visionfast.serving.tracing import Traced
 from visionfast.sessions import ImageSource
 from visionfast.types import Certificate, EngineManifest, ModelSpec
 
-__all__ = ["Asking", "check_settings", "listed_sources"]
+__all__ = ["Asking", "check_process", "check_settings", "listed_sources"]
 
 _Self = TypeVar("_Self", bound="Asking")
 _Answer = TypeVar("_Answer")
@@ -44,25 +46,27 @@ class Asking:
         self.model = model
         self._timeout = timeout
         self._window = 2 * concurrency  # of a stream: the next ones need not wait for one that takes long
+        self._turns = threading.BoundedSemaphore(concurrency)  # a call of one image is in its caller's thread
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._sent = SentImages()
         self._transport = open_transport(self.address, shared_memory=shared_memory)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="visionfast-client")
         try:
-            self.manifest = self._manifest()
+            self.manifest, self._limits = self._told()
         except BaseException:
             self.close()
             raise
 
-    def _manifest(self) -> EngineManifest:
+    def _told(self) -> tuple[EngineManifest, DecodeLimits]:
         try:
             config = self._transport.config(self.model, self._timeout)
         except ServerError as error:
             if not is_unknown(error):
                 raise
             raise not_there(str(self.address), self.model, self._transport.models(self._timeout)) from error
-        return served_manifest(str(self.address), self.model, config)
+        return served_model(str(self.address), self.model, config)
 
     @property
     def spec(self) -> ModelSpec:
@@ -79,20 +83,19 @@ class Asking:
 
     def _one(self, request: Request, image: ImageSource, question: Question[_Answer]) -> _Answer:
         """The answer to the only request of a call. Raises what is wrong with its image, too."""
-        if self._closed:
-            raise self._is_closed()
-        return question.only(self._transport.infer(self.model, request, question.terms.patience_s), image)
+        self._check_usable()
+        with self._turns:
+            arrays = self._transport.infer(self.model, request, question.terms.patience_s)
+        return question.only(arrays, image)
 
     def _traced(self, image: ImageSource, question: Question[_Timed]) -> Traced[_Timed]:
-        if self._closed:
-            raise self._is_closed()
-        return traced(self._transport, self.model, image, question, self._timeout)
+        self._check_usable()
+        return traced(self._transport, self.model, image, question, self._timeout, self._limits)
 
     def _answers(
         self, images: ImageSource | Sequence[ImageSource], question: Question[_Answer]
     ) -> Iterator[_Answer | ImageError | ServerError]:
-        if self._closed:
-            raise self._is_closed()
+        self._check_usable()
         return self._each(listed_sources(images), question)
 
     def _each(
@@ -121,8 +124,9 @@ class Asking:
         self, source: ImageSource, index: int, question: Question[_Answer]
     ) -> _Answer | ImageError | ServerError:
         try:
-            request = question.request(source, index)
-            arrays = self._transport.infer(self.model, request, question.terms.patience_s)
+            with self._turns:
+                request = question.request(source, index, self._limits)
+                arrays = self._transport.infer(self.model, request, question.terms.patience_s)
             answer = question.answer(arrays, source, index)
         except (ImageError, ServerError) as error:
             return kept(error, question.terms)
@@ -131,13 +135,24 @@ class Asking:
     def _is_closed(self) -> OptionError:
         return OptionError(f"{self.model}: this client is closed; open another one")
 
+    def _check_usable(self) -> None:
+        check_process(self.model, self._process)
+        if self._closed:
+            raise self._is_closed()
+
     def close(self) -> None:
-        """Ends what is under way, and the connections. Closing twice is harmless."""
+        """Ends what is under way, and the connections; over gRPC, what was sent already has up to 5 s for its answer.
+
+        Closing twice is harmless, and so is closing in another process than the client's: it does nothing there.
+        """
+        if os.getpid() != self._process:
+            return  # connections, shared memory and threads are the other process's
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
+            self._pool.shutdown(wait=False, cancel_futures=True)
             self._transport.close()
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -156,6 +171,18 @@ def check_settings(model: str, timeout: float, concurrency: int) -> None:
         raise OptionError(f"timeout: expected more than 0 seconds, got {timeout!r}")
     if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise OptionError(f"concurrency: expected at least 1, got {concurrency!r}")
+
+
+def check_process(model: str, process: int) -> None:
+    """Raises `OptionError` in another process than the client's.
+
+    What was inherited by a fork is shared: on one socket each of the two processes would read the other's answers, in
+    one piece of shared memory overwrite the other's image, and gRPC's threads are not there at all.
+    """
+    if os.getpid() != process:
+        raise OptionError(
+            f"{model}: this client was opened in another process (pid {process}); open one in this process"
+        )
 
 
 def listed_sources(images: ImageSource | Sequence[ImageSource]) -> Sequence[ImageSource]:

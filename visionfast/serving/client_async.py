@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from visionfast.embedding import image_key
 from visionfast.errors import ImageError, ImageNotKeptError, OptionError, ServerError
+from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections, Embeddings, Masks
-from visionfast.serving.client_asking import check_settings, listed_sources
-from visionfast.serving.client_model import is_unknown, not_there, served_manifest
+from visionfast.serving.client_asking import check_process, check_settings, listed_sources
+from visionfast.serving.client_model import is_unknown, not_there, served_model
 from visionfast.serving.client_questions import (
     Question,
     SentImages,
@@ -24,7 +26,17 @@ from visionfast.serving.client_questions import (
     about_prompts,
     about_vectors,
 )
-from visionfast.serving.client_request import Answer, Options, Priority, PromptOptions, Request, encoded_image, kept
+from visionfast.serving.client_request import (
+    Answer,
+    Options,
+    Priority,
+    PromptOptions,
+    Request,
+    encoded_image,
+    just_large_enough,
+    kept,
+    shown_name,
+)
 from visionfast.serving.client_tracing import Timed, traced_async
 from visionfast.serving.client_transport import Address, AsyncTransport, Scheme, open_async_transport
 from visionfast.serving.tracing import Traced
@@ -42,13 +54,14 @@ _Timed = TypeVar("_Timed", bound=Timed)
 
 
 class AsyncClient:
-    """One model on one server, for the tasks of one event loop; otherwise as `Client`.
+    """One model on one server, for the tasks of one event loop in one process; otherwise as `Client`.
 
         async with AsyncClient("localhost:8001", "yolov8s") as client:
             detections = (await client(["bus.jpg"]))[0]
 
     Arguments and errors are `Client`'s; the server is first asked when the block is entered, or by the first call.
-    A call that is cancelled cancels its requests.
+    A call that is cancelled ends at once. What it had sent over gRPC is still answered, to nobody: cancelling that as
+    well may end the server.
     """
 
     def __init__(
@@ -69,10 +82,13 @@ class AsyncClient:
         self._window = 2 * concurrency  # of a stream: the next ones need not wait for one that takes long
         self._turns = asyncio.Semaphore(concurrency)
         self._connecting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # as soon as it was asked, as the process
+        self._process = os.getpid()
         self._closed = False
         self._sent = SentImages()
         self._transport: AsyncTransport | None = None
         self._manifest: EngineManifest | None = None
+        self._limits = DecodeLimits()
 
     @property
     def manifest(self) -> EngineManifest:
@@ -205,15 +221,17 @@ class AsyncClient:
         """As `Client.segment`."""
         _, spec = await self._connected()
         question = about_prompts(spec, prompts, timeout=self._timeout)
-        encoded = await asyncio.to_thread(encoded_image, image)
+        encoded = await asyncio.to_thread(encoded_image, image, limits=self._limits)
         started = perf_counter_ns()
-        key = (await asyncio.to_thread(image_key, encoded)).key
+        key = (await asyncio.to_thread(image_key, encoded, limits=just_large_enough(encoded))).key
         hash_ns = perf_counter_ns() - started
         if key in self._sent:
+            ends = monotonic() + question.terms.patience_s
             with contextlib.suppress(ImageNotKeptError):
                 masks = await self._one(question.by_key(key), image, question)
                 return replace(masks, stage_ns={"hash": hash_ns} | dict(masks.stage_ns))
-        masks = await self._one(question.request(encoded, None), image, question)
+            question = question.until(ends)
+        masks = await self._one(question.carrying(encoded, shown_name(image, None)), image, question)
         self._sent.add(key)
         return masks
 
@@ -229,7 +247,7 @@ class AsyncClient:
         _, spec = await self._connected()
         terms = {"priority": priority, "deadline_ms": deadline_ms}
         question = about_everything(spec, terms, everything=options, timeout=self._timeout)
-        request = await asyncio.to_thread(question.request, image, None)
+        request = await asyncio.to_thread(question.request, image, None, self._limits)
         return await self._one(request, image, question)
 
     async def traced_segment(self, image: ImageSource, **prompts: Unpack[PromptOptions]) -> Traced[Masks]:
@@ -256,7 +274,7 @@ class AsyncClient:
 
     async def _traced(self, image: ImageSource, question: Question[_Timed]) -> Traced[_Timed]:
         transport, _ = await self._connected()
-        return await traced_async(transport, self.model, image, question, self._timeout)
+        return await traced_async(transport, self.model, image, question, self._timeout, self._limits)
 
     async def _one(self, request: Request, image: ImageSource, question: Question[_Answer]) -> _Answer:
         """The answer to the only request of a call. Raises what is wrong with its image, too."""
@@ -293,7 +311,7 @@ class AsyncClient:
         async with self._turns:
             try:
                 # Reading a file and writing pixels may take as long as the answer: others go on meanwhile.
-                request = await asyncio.to_thread(question.request, source, index)
+                request = await asyncio.to_thread(question.request, source, index, self._limits)
                 arrays = await transport.infer(self.model, request, question.terms.patience_s)
                 answer = question.answer(arrays, source, index)
             except (ImageError, ServerError) as error:
@@ -305,33 +323,50 @@ class AsyncClient:
         return kept(answer, question.terms) if isinstance(answer, ImageError) else answer
 
     async def _connected(self) -> tuple[AsyncTransport, ModelSpec]:
+        self._check_loop()
         async with self._connecting:
             if self._closed:
                 raise self._is_closed()
             if self._transport is None:
                 self._transport = open_async_transport(self.address, shared_memory=self._shared_memory)
             if self._manifest is None:
-                self._manifest = await self._asked(self._transport)
+                self._manifest, self._limits = await self._told(self._transport)
             return self._transport, self.spec
 
-    async def _asked(self, transport: AsyncTransport) -> EngineManifest:
+    async def _told(self, transport: AsyncTransport) -> tuple[EngineManifest, DecodeLimits]:
         try:
             config = await transport.config(self.model, self._timeout)
         except ServerError as error:
             if not is_unknown(error):
                 raise
             raise not_there(str(self.address), self.model, await transport.models(self._timeout)) from error
-        return served_manifest(str(self.address), self.model, config)
+        return served_model(str(self.address), self.model, config)
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop, self._process = loop, os.getpid()
+        check_process(self.model, self._process)
+        if loop is not self._loop:
+            which = "an event loop that is closed" if self._loop.is_closed() else "another event loop"
+            raise OptionError(f"{self.model}: this client belongs to {which}; open one in this loop")
 
     def _is_closed(self) -> OptionError:
         return OptionError(f"{self.model}: this client is closed; open another one")
 
     async def close(self) -> None:
-        """Ends what is under way, and the connections. Closing twice is harmless."""
+        """As `Client.close`. Raises `OptionError` in another event loop while the client's own is not closed."""
+        if os.getpid() != self._process:
+            return  # dropping them would take the connections from the other process's loop
+        is_orphan = self._loop is not None and self._loop.is_closed()
+        if self._loop is not None and not is_orphan:
+            self._check_loop()
         self._closed = True
         transport, self._transport = self._transport, None
         if transport is not None:
-            await transport.close()
+            # What is left of connections whose loop is closed cannot always be closed, only be dropped.
+            with contextlib.suppress(RuntimeError) if is_orphan else contextlib.nullcontext():
+                await transport.close()
 
     async def __aenter__(self) -> AsyncClient:
         try:

@@ -35,10 +35,10 @@ _LEFT_TO_SERVER_S = 60.0
 """That the server has after its client gave up. gRPC itself would tell it at once that the request is cancelled, and a
 cancellation at about the moment of the answer, or before the request is read, ends Triton up to 24.11 with SIGSEGV or
 SIGABRT (its issue 7368; 2.51 is 24.10). By our deadlines that is the usual moment: the server refuses at the same time.
-With 6 clients and deadlines of 0.5 to 10 ms it lived for 4 s."""
+With 6 clients and deadlines of 0.5 to 10 ms it lived for 4 s. So no request is cancelled, whoever stops waiting."""
 
 _CLOSING_S = 5.0
-"""That closing waits for those that were given up: it would cancel them."""
+"""That closing waits for what is under way, given up or not: it would cancel it."""
 
 
 class GrpcTransport:
@@ -51,7 +51,8 @@ class GrpcTransport:
 
         self._grpc = grpc
         self._channel = grpc.insecure_channel(address.target, options=_CHANNEL)
-        self._given_up: set[Any] = set()  # one that nobody holds cancels itself
+        self._under_way: set[Any] = set()  # one that nobody holds cancels itself
+        self._closing = False
         self._stub = services.GRPCInferenceServiceStub(self._channel)
 
     def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
@@ -85,30 +86,38 @@ class GrpcTransport:
         self._ask(self._stub.SystemSharedMemoryUnregister, message, _SHARED, timeout_s)
 
     def close(self) -> None:
+        self._closing = True
         ends = time.monotonic() + _CLOSING_S
-        for one in tuple(self._given_up):
-            with contextlib.suppress(
-                self._grpc.RpcError, self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError
-            ):
-                one.result(timeout=max(0.0, ends - time.monotonic()))
-        self._channel.close()
+        try:
+            for one in tuple(self._under_way):
+                with contextlib.suppress(
+                    self._grpc.RpcError, self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError
+                ):
+                    one.result(timeout=max(0.0, ends - time.monotonic()))
+        finally:
+            self._channel.close()
 
     def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:
-        asked = None
+        if self._closing:
+            raise self._closed()
         try:
             asked = call.future(message, timeout=timeout_s + _LEFT_TO_SERVER_S)
-            return asked.result(timeout=timeout_s)
+            self._under_way.add(asked)
+            try:
+                return asked.result(timeout=timeout_s)
+            finally:
+                asked.add_done_callback(self._under_way.discard)  # at once, where it is done
         except self._grpc.FutureTimeoutError:
-            assert asked is not None
-            self._given_up.add(asked)
-            asked.add_done_callback(self._given_up.discard)
             raise late(self._where, what, timeout_s) from None
         except self._grpc.FutureCancelledError as error:
-            raise ServerError(f"{self._where}: the client was closed while it was asked") from error
+            raise self._closed() from error
         except self._grpc.RpcError as error:
             raise _fault(self._where, what, error, timeout_s) from error
         except ValueError as error:  # gRPC's word for a channel that is closed
-            raise ServerError(f"{self._where}: the client was closed while it was asked ({error})") from error
+            raise self._closed() from error
+
+    def _closed(self) -> ServerError:
+        return ServerError(f"{self._where}: the client was closed while it was asked")
 
 
 class AsyncGrpcTransport:
@@ -122,7 +131,8 @@ class AsyncGrpcTransport:
 
         self._grpc = grpc
         self._channel = grpc.aio.insecure_channel(address.target, options=_CHANNEL)
-        self._given_up: set[asyncio.Future[Any]] = set()  # one that nobody holds cancels itself
+        self._under_way: set[asyncio.Future[Any]] = set()  # one that nobody holds cancels itself
+        self._closing = False
         self._stub = services.GRPCInferenceServiceStub(self._channel)
 
     async def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
@@ -156,29 +166,32 @@ class AsyncGrpcTransport:
         await self._ask(self._stub.SystemSharedMemoryUnregister, message, _SHARED, timeout_s)
 
     async def close(self) -> None:
-        if left := [one for one in self._given_up if not one.done()]:
-            await asyncio.wait(left, timeout=_CLOSING_S)
-        await self._channel.close()
+        self._closing = True
+        try:
+            if left := [one for one in self._under_way if not one.done()]:
+                await asyncio.wait(left, timeout=_CLOSING_S)
+        finally:
+            await self._channel.close()
 
     async def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:
+        if self._closing:
+            raise self._closed()
         try:
             asked = asyncio.ensure_future(_answer(call(message, timeout=timeout_s + _LEFT_TO_SERVER_S)))
-            self._given_up.add(asked)
-            asked.add_done_callback(self._given_up.discard)
+            self._under_way.add(asked)
+            asked.add_done_callback(self._under_way.discard)
             asked.add_done_callback(_taken)
-            try:
-                answered, _ = await asyncio.wait([asked], timeout=timeout_s)
-            except asyncio.CancelledError:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
-                raise
+            answered, _ = await asyncio.wait([asked], timeout=timeout_s)  # which, cancelled itself, does not cancel it
             if not answered:
                 raise late(self._where, what, timeout_s)
             return asked.result()
         except self._grpc.RpcError as error:
             raise _fault(self._where, what, error, timeout_s) from error
         except self._grpc.aio.UsageError as error:  # the channel is closed
-            raise ServerError(f"{self._where}: the client was closed while it was asked ({error})") from error
+            raise self._closed() from error
+
+    def _closed(self) -> ServerError:
+        return ServerError(f"{self._where}: the client was closed while it was asked")
 
 
 async def _answer(call: Any) -> Any:

@@ -154,7 +154,8 @@ def _ask(
     sock.settimeout(_left(ends))
     response = connection.getresponse()
     parts = []
-    while True:
+    # Read to its end, Python 3.12.2 and later close it at once, and its socket with it if the server said it would.
+    while not response.isclosed():
         sock.settimeout(_left(ends))
         if not (part := response.read1(_CHUNK)):
             break

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visionfast.errors import ServerError
+from visionfast.errors import ManifestError, ServerError
+from visionfast.preprocess.limits import DecodeLimits
 from visionfast.serving.metadata import manifest_of
 from visionfast.serving.wire import outputs_of
+from visionfast.strict_json import decode
 from visionfast.types import EngineManifest
 
-__all__ = ["is_unknown", "not_there", "served_manifest"]
+__all__ = ["is_unknown", "not_there", "served_model"]
 
 
-def served_manifest(where: str, name: str, config: Mapping[str, Any]) -> EngineManifest:
-    """The manifest of the engine that a model runs; its certificate is without the single images.
+def served_model(where: str, name: str, config: Mapping[str, Any]) -> tuple[EngineManifest, DecodeLimits]:
+    """The manifest of the engine that a model runs, its certificate without the single images; and what an image may
+    cost there.
 
     Args:
         where: the server's address.
@@ -31,11 +35,12 @@ def served_manifest(where: str, name: str, config: Mapping[str, Any]) -> EngineM
         raise ServerError(f"{where}: {name}: expected its configuration, got another JSON ({error!r})") from error
     try:
         manifest = manifest_of(parameters)
-    except ServerError as error:
+        limits: DecodeLimits = decode(DecodeLimits, json.loads(parameters.get("limits", "{}")), "limits")
+    except (ServerError, ValueError, RecursionError, ManifestError) as error:
         raise ServerError(f"{where}: {name}: {error}") from error
     if missing := [tensor.name for tensor in outputs_of(manifest.spec.task) if tensor.name not in outputs]:
         raise ServerError(f"{where}: {name}: expected a whole pipeline, got a step of one, without {missing[0]}")
-    return manifest
+    return manifest, limits
 
 
 def is_unknown(error: ServerError) -> bool:

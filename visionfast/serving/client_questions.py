@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from visionfast.errors import ImageError, OptionError, ServerError
+from visionfast.preprocess.limits import DecodeLimits
 from visionfast.results import Detections, Masks
 from visionfast.serving.client_request import PromptOptions, Request, Terms, encoded_image, shown_name
 from visionfast.serving.wire import inputs_of, outputs_of, pack_image, pack_options, unpack_answers
@@ -53,17 +55,25 @@ class Question(Generic[_Answer]):
     wanted: tuple[str, ...] | None = ()
     more: _Arrays = field(default_factory=dict)
 
-    def request(self, source: ImageSource, index: int | None) -> Request:
+    def request(self, source: ImageSource, index: int | None, limits: DecodeLimits) -> Request:
         """The request for the image `index` of a call, `None` if it has only one.
+
+        Args:
+            source: the image.
+            index: of it.
+            limits: the model's; what the server would refuse is not sent.
 
         Raises:
             ImageError: as `encoded_image`; it is named as in process.
         """
-        encoded = encoded_image(source, index)
+        return self.carrying(encoded_image(source, index, limits=limits), shown_name(source, index))
+
+    def carrying(self, encoded: bytes, name: str) -> Request:
+        """The request for an image that is encoded already; `name` is for its errors."""
         try:
             return self._carrying(pack_image(encoded, self.terms.options))
         except ImageError as error:
-            raise type(error)(shown_name(source, index), error.reason) from None
+            raise type(error)(name, error.reason) from None
 
     def by_key(self, key: str) -> Request:
         """The request for an image that the server may have: its key stands for it."""
@@ -80,6 +90,15 @@ class Question(Generic[_Answer]):
             inputs_of(task),
             None if self.wanted is None else (*outputs, *self.wanted),
         )
+
+    def until(self, ends: float) -> Question[_Answer]:
+        """The same, with no more patience than is left.
+
+        Args:
+            ends: the end of it, of `time.monotonic`.
+        """
+        left_s = min(self.terms.patience_s, max(1e-3, ends - time.monotonic()))
+        return replace(self, terms=replace(self.terms, patience_s=left_s))
 
     def answer(self, arrays: _Arrays, source: ImageSource, index: int | None) -> _Answer | ImageError:
         """The answer out of the server's arrays; what is wrong with the image bears its name here, not the server's.
@@ -184,7 +203,10 @@ class SentImages:
 
     def __contains__(self, key: str) -> bool:
         with self._lock:
-            return key in self._keys
+            if key not in self._keys:
+                return False
+            self._keys.move_to_end(key)
+            return True
 
     def add(self, key: str) -> None:
         with self._lock:

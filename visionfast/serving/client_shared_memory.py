@@ -45,7 +45,8 @@ class SharedMemoryTransport:
         # Whether the server takes it is known before the first image.
         if (region := self._regions.take(1)) is not None:
             with _in_use(self._regions, region):
-                self._register(region, timeout_s)
+                if not region.registered:
+                    self._register(region, timeout_s)
             remove_abandoned_files()
             for name in abandoned(self._messages.regions(timeout_s)):
                 with contextlib.suppress(ServerError):  # a request still uses it
@@ -112,7 +113,8 @@ class AsyncSharedMemoryTransport:
         config = await self._messages.config(model, timeout_s)
         if (region := self._regions.take(1)) is not None:
             with _in_use(self._regions, region):
-                await self._register(region, timeout_s)
+                if not region.registered:
+                    await self._register(region, timeout_s)
             remove_abandoned_files()
             for name in abandoned(await self._messages.regions(timeout_s)):
                 with contextlib.suppress(ServerError):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
+from visionfast.preprocess.limits import DecodeLimits
 from visionfast.serving.client_questions import Question
 from visionfast.serving.client_transport import AsyncTransport, Transport
 from visionfast.serving.tracing import Measured, Sums, Traced, server_time, steps_of, sums_of, trace_of
@@ -33,7 +34,12 @@ _Answer = TypeVar("_Answer", bound=Timed)
 
 
 def traced(
-    transport: Transport, model: str, image: ImageSource, question: Question[_Answer], timeout_s: float
+    transport: Transport,
+    model: str,
+    image: ImageSource,
+    question: Question[_Answer],
+    timeout_s: float,
+    limits: DecodeLimits,
 ) -> Traced[_Answer]:
     """An image's answer and its trace. Raises as `Client.traced`."""
     steps = steps_of(transport.config(model, timeout_s))
@@ -46,7 +52,7 @@ def traced(
         time.sleep(_BETWEEN_LOOKS_S)
     before = settling.sums
     began = perf_counter_ns()
-    request = question.request(image, None)
+    request = question.request(image, None, limits)
     packed = perf_counter_ns()
     arrays = transport.infer(model, request, question.terms.patience_s)
     arrived = perf_counter_ns()
@@ -59,7 +65,12 @@ def traced(
 
 
 async def traced_async(
-    transport: AsyncTransport, model: str, image: ImageSource, question: Question[_Answer], timeout_s: float
+    transport: AsyncTransport,
+    model: str,
+    image: ImageSource,
+    question: Question[_Answer],
+    timeout_s: float,
+    limits: DecodeLimits,
 ) -> Traced[_Answer]:
     """As `traced`."""
     steps = steps_of(await transport.config(model, timeout_s))
@@ -72,7 +83,7 @@ async def traced_async(
         await asyncio.sleep(_BETWEEN_LOOKS_S)
     before = settling.sums
     began = perf_counter_ns()
-    request = question.request(image, None)
+    request = question.request(image, None, limits)
     packed = perf_counter_ns()
     arrays = await transport.infer(model, request, question.terms.patience_s)
     arrived = perf_counter_ns()

@@ -5,6 +5,7 @@ and with the images in shared memory.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -65,7 +66,8 @@ class Address:
         try:
             parts = urlsplit(url if named else f"//{url}")
             host, port = parts.hostname, parts.port
-        except ValueError as error:
+            (host or "").encode("idna")  # as sockets will: an empty part, or one of more than 63 characters
+        except ValueError as error:  # `UnicodeError` is one
             raise OptionError(f"{url}: {forms} ({error})") from None
         extra = parts.path.strip("/") or parts.query or parts.fragment or parts.username or parts.password
         if not host or extra or any(c.isspace() or not c.isprintable() for c in host):
@@ -182,6 +184,7 @@ def open_transport(address: Address, *, shared_memory: bool = False) -> Transpor
         BackendUnavailableError: NVIDIA's client package is not installed.
         OptionError: there is no shared memory on this system.
     """
+    _check_system(shared_memory)
     transport: MessageTransport
     if address.scheme == "http":
         from visionfast.serving.client_http import HttpTransport
@@ -200,6 +203,7 @@ def open_transport(address: Address, *, shared_memory: bool = False) -> Transpor
 
 def open_async_transport(address: Address, *, shared_memory: bool = False) -> AsyncTransport:
     """As `open_transport`."""
+    _check_system(shared_memory)
     transport: AsyncMessageTransport
     if address.scheme == "http":
         from visionfast.serving.client_http import AsyncHttpTransport
@@ -214,6 +218,11 @@ def open_async_transport(address: Address, *, shared_memory: bool = False) -> As
     from visionfast.serving.client_shared_memory import AsyncSharedMemoryTransport
 
     return AsyncSharedMemoryTransport(transport)
+
+
+def _check_system(shared_memory: bool) -> None:
+    if shared_memory and sys.platform != "linux":
+        raise OptionError("shared_memory: expected Linux, which the server runs on; leave it out")
 
 
 def client_library(name: str) -> Any:

@@ -16,7 +16,8 @@ class QueueLimits:
 
     Attributes:
         requests: that wait in a model's queue at most; the next one is refused at once.
-        timeout_ms: that a request has at most until its answer, also where its own deadline is later.
+        timeout_ms: that a request has at most until its answer, also where its own deadline is later. SAM's everything
+            mode, which takes minutes, is held to its own alone.
     """
 
     requests: int

@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -23,8 +22,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from visionfast.errors import OptionError
 
 __all__ = ["Region", "Regions", "abandoned", "remove_abandoned_files"]
 
@@ -88,8 +85,6 @@ class Regions:
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        if sys.platform != "linux":
-            raise OptionError("shared_memory: expected Linux, which the server runs on; leave it out")
         self._owner = secrets.token_hex(8)
         self._alive = socket.socket(socket.AF_UNIX)
         self._alive.bind(_life_sign(self._owner))

@@ -203,6 +203,21 @@ class Line(Generic[_T]):
             return min(beside_ns, _SAFETY * self._workers * alone_ns)
         return (beside_ns or alone_ns) if beside else (alone_ns or beside_ns)
 
+    # ---- who is late ------------------------------------------------------------------------------------------
+
+    def late(self) -> list[Place[_T]] | None:
+        """Waits for those whose time is over while no worker comes by, and takes them out; None once the line is
+        closed: its workers do the rest. For a thread of its own, where a turn may take minutes."""
+        with self._changed:
+            while not self._closed:
+                now_ns = self._clock()
+                if late := self._late(now_ns):
+                    return late
+                deadlines_ns = [place.deadline_ns for waiting in self._waiting for place in waiting]
+                wait_s = (min(deadlines_ns) - now_ns) / 1e9 if deadlines_ns else threading.TIMEOUT_MAX
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))  # a client may say anything
+            return None
+
     # ---- the workers ------------------------------------------------------------------------------------------
 
     def turn(self) -> Turn[_T] | None:

@@ -42,9 +42,10 @@ class StageModel(Protocol):
     """What the server's Python backend looks for in a model.
 
     One that has several lines has their number as `lines`, and `line_of(request)`, which is asked when a request comes
-    and may leave itself a `note` on it. One that has several workers has their number as `workers` once it is
-    initialised, and `beside(worker, requests)`, which is as `execute`, and is called by each worker for itself while no
-    `execute` runs; what it gives is sent before the same worker asks again.
+    and may leave itself a `note` on it, and a `deadline_ns` in the place of the one that follows from the deployment's
+    limits. One that has several workers has their number as `workers` once it is initialised, and
+    `beside(worker, requests)`, which is as `execute`, and is called by each worker for itself while no `execute` runs;
+    what it gives is sent before the same worker asks again.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None: ...
@@ -62,6 +63,7 @@ class _Waiting:
         self.sender = request.get_response_sender()
         self.came_ns = time.monotonic_ns()
         self.note: Any = None  # the stage's own
+        self.deadline_ns = 0  # on the clock of `came_ns`; 0: as the deployment's limits say
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.request, name)
@@ -125,6 +127,11 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 for i, line in enumerate(self._lines)
                 for worker in range(workers or 1)
             ]
+            if prompts:  # one may take minutes, and its worker tells nobody anything meanwhile
+                self._workers += [
+                    threading.Thread(target=self._watch, args=(line,), name=f"late {i}")
+                    for i, line in enumerate(self._lines)
+                ]
             for thread in self._workers:
                 thread.start()
 
@@ -151,9 +158,10 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
             parameters = json.loads(waiting.parameters() or "{}")
             if not isinstance(offline := parameters.get("offline", False), bool):
                 raise OptionError(f"offline: expected true or false as a parameter, got {offline!r}")
-            deadline_ns = int(array_of(waiting, DEADLINE).max()) if self._takes_deadline else 0
             line_of: Callable[[Any], int] = getattr(self._stage, "line_of", lambda request: 0)
-            self._lines[line_of(waiting)].join(
+            line = self._lines[line_of(waiting)]
+            deadline_ns = int(array_of(waiting, DEADLINE).max()) if self._takes_deadline else waiting.deadline_ns
+            line.join(
                 waiting,
                 images=len(np.from_dlpack(waiting.inputs()[0])),
                 level=int(offline),
@@ -174,14 +182,23 @@ def in_line(stage: type[StageModel]) -> type[StageModel]:
                 line.done(turn)
                 self._tell()
 
-        def _answer(self, turn: Turn[_Waiting], worker: int) -> None:
-            for place in (*turn.late, *turn.batch):
-                self._metrics.leave(turn.begun_ns - place.received_ns)
-            for place in turn.late:
+        def _watch(self, line: Line[_Waiting]) -> None:
+            while (late := line.late()) is not None:
+                guarded(self._refuse, late, time.monotonic_ns())
+                del late  # or their images would be held until somebody else is late
+
+        def _refuse(self, late: Sequence[Place[_Waiting]], now_ns: int) -> None:
+            for place in late:
+                self._metrics.leave(now_ns - place.received_ns)
                 self._metrics.count("deadline")
-                self._send(place, refused(late_error(place, turn.begun_ns)))
+                self._send(place, refused(late_error(place, now_ns)))
+
+        def _answer(self, turn: Turn[_Waiting], worker: int) -> None:
+            self._refuse(turn.late, turn.begun_ns)
             if not turn.batch:
                 return
+            for place in turn.batch:
+                self._metrics.leave(turn.begun_ns - place.received_ns)
             items = [place.item for place in turn.batch]
             if turn.beside:
                 beside: Callable[[int, Sequence[Any]], list[Any]] = self._stage.beside  # type: ignore[attr-defined]

@@ -321,6 +321,7 @@ def test_real_weights_in_openvino(shared_data: Path, photographs: list[Path], tm
 # ---- the same bytes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_same_bytes_in_every_process(segment_pt: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"

@@ -156,6 +156,7 @@ def test_without_outliers_it_passes_well_within_its_bounds(
         assert (1 - value < (1 - bound) / 10) if name.startswith("min") else value <= bound / 10, name
 
 
+@pytest.mark.slow
 def test_an_overflow_inside_a_perceptron_is_found(
     loaded: Callable[[str], LoadedModel], pictures: list[Path], engine_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ def _opened(folder: Path) -> tuple[Any, Any]:
     return manifest, get_backend("torch").load_on(device, folder, manifest, manifest.spec.graphs[0])
 
 
-@pytest.mark.parametrize("task", ["detect", "segment"])
+@pytest.mark.parametrize("task", ["detect", pytest.param("segment", marks=pytest.mark.slow)])
 def test_the_fp16_program_answers_as_eager_pytorch_does(
     built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path], task: Any
 ) -> None:
@@ -60,7 +60,7 @@ def test_the_fp16_program_answers_as_eager_pytorch_does(
     assert boxes.max() < 1.0  # pixels
 
 
-@pytest.mark.parametrize("task", ["detect", "segment"])
+@pytest.mark.parametrize("task", [pytest.param("detect", marks=pytest.mark.slow), "segment"])
 def test_a_session_on_the_real_program(
     built_engine: Callable[..., Path], seeded_checkpoint: Callable[..., Path], photographs: list[Path], task: Any
 ) -> None:

@@ -268,6 +268,7 @@ def test_the_steps_end_at_visionfast(
             assert {"decode", "preprocess", "engine", "postprocess"} <= system.call(picture.encoded).stage_ns.keys()
 
 
+@pytest.mark.slow  # the detector's go the same way
 def test_vectors_have_steps_too(
     dino_checkpoint: Callable[..., Path], built_engine: Callable[..., Path], picture: Input, threads_kept: None
 ) -> None:

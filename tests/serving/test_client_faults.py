@@ -29,11 +29,12 @@ pytest.importorskip("tritonclient.grpc", reason="a client needs tritonclient: pi
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 def test_a_deadline(served: Any, photographs: list[Path], scheme: str) -> None:
     with client_of(served("ensemble"), scheme) as client:
-        with pytest.raises(DeadlineError, match=r"ensemble: .*(no answer within 1 ms|time ran out)"):
+        # One behind the other is refused as it arrives: it will be late.
+        with pytest.raises((DeadlineError, QueueFullError), match="ensemble: "):
             client(photographs, deadline_ms=1)
         *late, bad = client([*photographs, b"bad"], deadline_ms=1, on_error="return")
-        assert [type(answer) for answer in late] == [DeadlineError] * len(photographs)
-        assert isinstance(bad, (DeadlineError, ImageError))  # what is no image is refused at once, perhaps in time
+        assert [isinstance(answer, (DeadlineError, QueueFullError)) for answer in late] == [True] * len(photographs)
+        assert isinstance(bad, (DeadlineError, QueueFullError, ImageError))  # what is no image is refused at once
         assert len(client(photographs)) == 2
 
 
@@ -41,7 +42,7 @@ def test_a_deadline(served: Any, photographs: list[Path], scheme: str) -> None:
 def test_a_deadline_with_await(served: Any, photographs: list[Path], scheme: str) -> None:
     async def ask() -> int:
         async with async_client_of(served("fused"), scheme) as client:
-            with pytest.raises(DeadlineError, match=r"no answer within 1 ms|time ran out"):
+            with pytest.raises((DeadlineError, QueueFullError), match="fused: "):
                 await client(photographs, deadline_ms=1)
             return len(await client(photographs))
 

@@ -49,6 +49,19 @@ def shared(
         yield server
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_in_the_server(request: pytest.FixtureRequest) -> None:
+    """By the test before: what a request still used when its client was closed, the next client to come forgets."""
+    if "shared" not in request.fixturenames:
+        return
+    server: Server = request.getfixturevalue("shared")
+    ends = time.monotonic() + 20
+    while _regions(server):
+        assert time.monotonic() < ends, "regions are left"
+        time.sleep(0.1)
+        _open(server).close()
+
+
 def _open(server: Server, scheme: str = "grpc", model: str = "plain", **options: Any) -> vf.Client:
     return vf.Client(server.grpc_url if scheme == "grpc" else server.http_url, model, shared_memory=True, **options)
 

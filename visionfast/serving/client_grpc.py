@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -53,6 +54,7 @@ class GrpcTransport:
         self._channel = grpc.insecure_channel(address.target, options=_CHANNEL)
         self._under_way: set[Any] = set()  # one that nobody holds cancels itself
         self._closing = False
+        self._sending = threading.Lock()  # what is sent is under way before a close looks
         self._stub = services.GRPCInferenceServiceStub(self._channel)
 
     def config(self, model: str, timeout_s: float) -> Mapping[str, Any]:
@@ -86,7 +88,8 @@ class GrpcTransport:
         self._ask(self._stub.SystemSharedMemoryUnregister, message, _SHARED, timeout_s)
 
     def close(self) -> None:
-        self._closing = True
+        with self._sending:
+            self._closing = True
         ends = time.monotonic() + _CLOSING_S
         try:
             for one in tuple(self._under_way):
@@ -98,11 +101,12 @@ class GrpcTransport:
             self._channel.close()
 
     def _ask(self, call: Any, message: Any, what: str, timeout_s: float) -> Any:
-        if self._closing:
-            raise self._closed()
         try:
-            asked = call.future(message, timeout=timeout_s + _LEFT_TO_SERVER_S)
-            self._under_way.add(asked)
+            with self._sending:
+                if self._closing:
+                    raise self._closed()
+                asked = call.future(message, timeout=timeout_s + _LEFT_TO_SERVER_S)
+                self._under_way.add(asked)
             try:
                 return asked.result(timeout=timeout_s)
             finally:
